@@ -1,0 +1,546 @@
+"""What a position encoding is: the hooks through which an offset enters attention, and sums of encodings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from relpos2d.interpolation import corners
+from relpos2d.positions import Grid, Positions
+
+Role = Literal["query", "key"]
+LAYOUTS = ("interleaved", "half")
+
+
+class Encoding(nn.Module):
+    """Base of all encodings; itself the encoding that does nothing.
+
+    A subclass fills in one of the hooks: ``embed`` (absolute), ``at`` (a number per offset), ``rotate`` (a rotation), or
+    ``terms`` / ``content`` (vectors). The rest, spreading numbers over pairs, prefix tokens and strength, is done here.
+
+    Args:
+        num_heads: attention heads.
+        head_dim: channels of one head.
+        positions: the grid the encoding is made for: its axes, its size (tables) and its prefix tokens.
+        strength: 0 is no encoding, 1 the whole of it; kept in a persistent buffer.
+
+    Raises:
+        ValueError: sizes below 1, a strength outside 0..1, or axes on which the encoding has no meaning.
+    """
+
+    name: ClassVar[str] = ""
+    family: ClassVar[str] = "none"
+    #: numbers of axes on which the encoding has a meaning; None: any
+    axes: ClassVar[tuple[int, ...] | None] = None
+    formula: ClassVar[str] = ""
+    paper: ClassVar[str] = ""
+
+    strength: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        positions: Grid,
+        *,
+        strength: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        who = type(self).__name__
+        if not isinstance(positions, Grid):
+            raise ValueError(f"{who}: positions={positions!r} must be a Grid, for example Grid(14, 14)")
+        for label, size in (("num_heads", num_heads), ("head_dim", head_dim)):
+            if size < 1:
+                raise ValueError(f"{who}: {label}={size} must be at least 1")
+        if self.axes is not None and positions.num_axes not in self.axes:
+            allowed = " or ".join(map(str, self.axes))
+            raise ValueError(f"{who}: has no meaning on {positions.num_axes} axes ({positions}), allowed: {allowed}")
+        self.num_heads, self.head_dim, self.positions = num_heads, head_dim, positions
+        self.initial_strength = _checked_strength(who, strength)
+        self.register_buffer("strength", torch.full((), self.initial_strength, device=device, dtype=dtype))
+
+    def set_strength(self, strength: float) -> None:
+        """Set how much of the encoding is felt, from 0 (none) to 1 (all)."""
+        with torch.no_grad():
+            self.strength.fill_(_checked_strength(type(self).__name__, strength))
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters anew and rebuild everything derived; also after to_empty()."""
+        with torch.no_grad():
+            self.strength.fill_(self.initial_strength)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Rebuild what is derived and not saved, as after a load onto the meta device."""
+
+    def set_window_size(self, window_size: tuple[int, ...]) -> None:
+        """Tell the encoding that the grid is now this large. Encodings without a size of their own do not care."""
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the parameters that must not decay: all of them."""
+        return {name for name, _ in self.named_parameters()}
+
+    def reference_scale(self, head_dim: int) -> float:
+        """Scale of the scores in the paper; for information, attend() never applies it by itself."""
+        return head_dim**-0.5
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, head_dim={self.head_dim}, positions={self.positions}"
+
+    # Hooks -----------------------------------------------------------------------------------------------------------
+
+    def embed(
+        self, x: Float[Tensor, "batch tokens channels"], pos: Positions
+    ) -> Float[Tensor, "batch tokens channels"]:
+        """Absolute: x plus what belongs to each token's place."""
+        return x
+
+    def rotate(
+        self,
+        x: Float[Tensor, "batch heads tokens head_dim"],
+        pos: Positions,
+        role: Role = "query",
+        *,
+        strength: Tensor | float = 1.0,
+    ) -> Float[Tensor, "batch heads tokens head_dim"]:
+        """Rotation: queries or keys turned by their place. `strength` multiplies the encoding's own."""
+        return x
+
+    def at(self, offsets: Float[Tensor, "*batch axes"], query: Tensor | None = None) -> Float[Tensor, "*batch heads"]:
+        """Number: the formula, at real offsets (query minus key, in tokens). `query`: the query's place, where it matters."""
+        raise NotImplementedError(f"{type(self).__name__}: an encoding of the family '{self.family}' has no numbers")
+
+    def terms(self) -> list[Term]:
+        """Vectors: what meets the query, the key or the value."""
+        return []
+
+    def content(self, q: Tensor, k: Tensor) -> Tensor | None:
+        """Vectors: what is added to the query before content meets content (Transformer-XL); None: nothing."""
+        return None
+
+    # Derived ---------------------------------------------------------------------------------------------------------
+
+    def bias(self, q_pos: Positions, k_pos: Positions) -> Float[Tensor, "... queries keys"] | None:
+        """What is added to the scaled scores: (heads, Nq, Nk), (B, heads, Nq, Nk) for Points; None for no numbers."""
+        return None
+
+    def score(
+        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float
+    ) -> Float[Tensor, "batch heads queries keys"] | None:
+        """What the vectors that meet queries and keys add to the scores; None without such vectors."""
+        total = None
+        for term in self.terms():
+            if term.meets != "value":
+                part = term.score(q, k, q_pos, k_pos) * (self.strength * (scale if term.scaled else 1.0)).to(q.dtype)
+                total = part if total is None else total + part
+        return total
+
+    def value(
+        self, weights: Tensor, q_pos: Positions, k_pos: Positions
+    ) -> Float[Tensor, "batch heads queries head_dim"] | None:
+        """What the vectors that meet the value add to the output, from the attention weights; None without such vectors."""
+        total = None
+        for term in self.terms():
+            if term.meets == "value":
+                part = term.value(weights, q_pos, k_pos) * self.strength.to(weights.dtype)
+                total = part if total is None else total + part
+        return total
+
+    def prepare(self, q_pos: Positions, k_pos: Positions | None = None) -> Prepared:
+        """Compute the bias once for these positions, to be given to several attend() calls in place of the encoding."""
+        k_pos = q_pos if k_pos is None else k_pos
+        return Prepared(self, q_pos, k_pos, self.bias(q_pos, k_pos))
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """An encoding with the bias for given positions already computed."""
+
+    encoding: Encoding
+    q_pos: Positions
+    k_pos: Positions
+    bias: Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """Vectors that an offset selects, and whom they meet.
+
+    Args:
+        vectors: (heads or 1, buckets, head_dim).
+        meets: "query" (q . vector), "key" (k . vector) or "value" (the weights pick vectors that join the output).
+        bucket: from offsets (..., axes), whole, to rows of `vectors` (...). Between whole offsets the vectors of the
+            neighbours are mixed.
+        scaled: whether the product is multiplied by the scale of the scores.
+    """
+
+    vectors: Float[Tensor, "heads buckets head_dim"]
+    meets: Literal["query", "key", "value"]
+    bucket: Callable[[Tensor], Tensor]
+    scaled: bool = True
+
+    def score(self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor:
+        side = q if self.meets == "query" else k
+        pos = q_pos if self.meets == "query" else k_pos
+        side = side[..., pos.num_prefix_tokens :, :]
+        per_bucket = side @ self.vectors.to(side.dtype).transpose(-1, -2)
+        total: Tensor | int = 0
+        for index, weight in self._buckets(q_pos, k_pos, side.device):
+            rows = index if self.meets == "query" else index.transpose(-1, -2)
+            picked = per_bucket.gather(-1, rows.expand(*per_bucket.shape[:-1], rows.shape[-1]))
+            picked = picked if self.meets == "query" else picked.transpose(-1, -2)
+            total = total + picked * weight.to(side.dtype)
+        assert isinstance(total, Tensor)
+        return nn.functional.pad(total, (k_pos.num_prefix_tokens, 0, q_pos.num_prefix_tokens, 0))
+
+    def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor:
+        weights = weights[..., q_pos.num_prefix_tokens :, k_pos.num_prefix_tokens :]
+        per_bucket = weights.new_zeros(*weights.shape[:-1], self.vectors.shape[-2])
+        for index, weight in self._buckets(q_pos, k_pos, weights.device):
+            share = weights * weight.to(weights.dtype)
+            per_bucket = per_bucket.scatter_add(-1, index.expand_as(share), share)
+        return nn.functional.pad(per_bucket @ self.vectors.to(weights.dtype), (0, 0, q_pos.num_prefix_tokens, 0))
+
+    def _buckets(self, q_pos: Positions, k_pos: Positions, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+        """Rows (1 or B, 1, Nq, Nk) for the whole offsets around each offset, and their weights."""
+        offsets = q_pos.offsets(k_pos, device=device)
+        offsets = offsets if offsets.ndim == 4 else offsets[None]
+        for whole, weight in corners(offsets):
+            yield self.bucket(whole).long().unsqueeze(1), weight.unsqueeze(1)
+
+
+class AbsoluteEncoding(Encoding):
+    """An encoding that adds to each token a vector of its place; one instance per model, before the first block."""
+
+    family = "absolute"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        positions: Grid,
+        *,
+        strength: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, positions, strength=strength, device=device, dtype=dtype)
+        self.embed_dim = num_heads * head_dim
+
+    def vectors(self, pos: Positions, *, device: torch.device, dtype: torch.dtype) -> Float[Tensor, "... channels"]:
+        """(N, channels), (B, N, channels) for Points, for the tokens with a place, or for all tokens of a sample."""
+        raise NotImplementedError
+
+    def embed(
+        self, x: Float[Tensor, "batch tokens channels"], pos: Positions
+    ) -> Float[Tensor, "batch tokens channels"]:
+        if x.shape[-2:] != (pos.num_tokens, self.embed_dim):
+            raise ValueError(
+                f"{type(self).__name__}: x has {x.shape[-2]} tokens of {x.shape[-1]} channels, the positions {pos} and "
+                f"the encoding allow {pos.num_tokens} tokens of {self.embed_dim} channels"
+            )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        vectors = self.vectors(pos, device=x.device, dtype=dtype) * self.strength.to(dtype)
+        vectors = nn.functional.pad(vectors, (0, 0, pos.num_tokens - vectors.shape[-2], 0))
+        return (x + vectors).to(x.dtype)
+
+
+class NumberEncoding(Encoding):
+    """An encoding that adds a number to the score; a subclass writes only its formula, ``at``.
+
+    With prefix tokens it owns three learned numbers per head in ``prefix_bias``: prefix query to patch key, patch query to
+    prefix key, prefix to prefix.
+    """
+
+    family = "number"
+
+    prefix_bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        positions: Grid,
+        *,
+        strength: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, positions, strength=strength, device=device, dtype=dtype)
+        self.prefix_bias = _new_prefix_bias(positions, num_heads, device, dtype)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.prefix_bias is not None:
+            nn.init.zeros_(self.prefix_bias)
+
+    def bias(self, q_pos: Positions, k_pos: Positions) -> Float[Tensor, "... queries keys"]:
+        strength = self.strength.to(torch.promote_types(self.strength.dtype, torch.float32))
+        numbers = self._numbers(q_pos, k_pos) * strength
+        prefix = None if self.prefix_bias is None else self.prefix_bias * strength
+        return _with_prefix(numbers, prefix, q_pos.num_prefix_tokens, k_pos.num_prefix_tokens)
+
+    def _numbers(self, q_pos: Positions, k_pos: Positions) -> Float[Tensor, "... queries keys"]:
+        """The numbers of all pairs of places, evaluated once per distinct offset where there is a lattice."""
+        options: dict[str, Any] = {
+            "device": self.strength.device,
+            "dtype": torch.promote_types(self.strength.dtype, torch.float32),
+        }
+        if isinstance(q_pos, Grid) and isinstance(k_pos, Grid):
+            lattice = q_pos.lattice(k_pos)
+            # grids whose steps have hardly a common measure have more lattice points than pairs
+            if lattice.num_offsets <= q_pos.num_places * k_pos.num_places:
+                return lattice.spread(self.at(lattice.offsets(**options)).movedim(-1, 0))
+        return self.at(q_pos.offsets(k_pos, **options)).movedim(-1, -3)
+
+
+class RotaryEncoding(Encoding):
+    """An encoding that turns pairs of channels of queries and keys; a subclass writes only its ``angles``.
+
+    Args:
+        layout: which channels make a pair: "interleaved", (0, 1), (2, 3), ...; or "half", (0, D/2), (1, D/2 + 1), ...
+            The layout belongs to the weights that make q and k: it is saved with them and checked when they are loaded;
+            `convert_rotary_layout` turns one into the other.
+    """
+
+    family = "rotation"
+
+    layout_half: Tensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        positions: Grid,
+        *,
+        layout: str = "interleaved",
+        strength: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, positions, strength=strength, device=device, dtype=dtype)
+        _check_layout(type(self).__name__, layout)
+        self.layout = layout
+        self.register_buffer("layout_half", torch.tensor(layout == "half", device=device))
+
+    def angles(self, coords: Float[Tensor, "*batch tokens axes"]) -> Float[Tensor, "*batch heads tokens pairs"]:
+        """Angle of each pair of channels at each place, in radians; one head stands for all if they agree."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        with torch.no_grad():
+            self.layout_half.fill_(self.layout == "half")
+
+    def rotate(
+        self,
+        x: Float[Tensor, "batch heads tokens head_dim"],
+        pos: Positions,
+        role: Role = "query",
+        *,
+        strength: Tensor | float = 1.0,
+    ) -> Float[Tensor, "batch heads tokens head_dim"]:
+        # angles grow with the place: in half precision neighbours far from the origin would merge
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        angles = self.angles(pos.coords(device=x.device, dtype=dtype)) * (self.strength.to(dtype) * strength)
+        angles = nn.functional.pad(angles, (0, 0, pos.num_prefix_tokens, 0))
+        cos, sin = angles.cos(), angles.sin()
+        if self.layout == "interleaved":
+            first, second = x[..., 0::2], x[..., 1::2]
+            turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
+        else:
+            first, second = x.chunk(2, dim=-1)
+            turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
+        return turned.to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, layout={self.layout!r}"
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, local_metadata: Any, strict: bool, *rest: list[str]
+    ) -> None:
+        saved = state_dict.get(prefix + "layout_half")
+        if saved is not None and not saved.is_meta and bool(saved) != (self.layout == "half"):
+            error_messages = rest[-1]
+            error_messages.append(
+                f"{type(self).__name__}: the weights {prefix}* have layout={LAYOUTS[bool(saved)]!r}, the module has "
+                f"{self.layout!r}; make it with the layout of the weights, or convert their q and k with "
+                "relpos2d.convert_rotary_layout"
+            )
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+
+
+class Combined(Encoding):
+    """The sum of several encodings: their numbers and vectors are added, their rotations follow one another.
+
+    It owns the prefix terms, once; its strength multiplies that of each part.
+
+    Args:
+        parts: encodings with equal heads and axes, made for a grid without prefix tokens.
+        positions: the grid with its prefix tokens.
+    """
+
+    name = "combined"
+    family = "sum"
+
+    prefix_bias: nn.Parameter | None
+
+    def __init__(self, *parts: Encoding, positions: Grid | None = None, strength: float = 1.0) -> None:
+        if not parts:
+            raise ValueError("Combined: needs at least one encoding")
+        first = parts[0]
+        for part in parts[1:]:
+            same = (part.num_heads, part.head_dim, part.positions.num_axes)
+            if same != (first.num_heads, first.head_dim, first.positions.num_axes):
+                raise ValueError(f"Combined: {part} does not fit {first}; heads, head_dim and axes must be equal")
+        if any(getattr(part, "prefix_bias", None) is not None for part in parts):
+            raise ValueError("Combined: owns the prefix terms; make its parts for a grid without prefix tokens")
+        like = first.strength
+        super().__init__(
+            first.num_heads,
+            first.head_dim,
+            first.positions if positions is None else positions,
+            strength=strength,
+            device=like.device,
+            dtype=like.dtype,
+        )
+        self.parts = nn.ModuleList(parts)
+        has_numbers = any(isinstance(part, NumberEncoding) for part in parts)
+        self.prefix_bias = (
+            _new_prefix_bias(self.positions, self.num_heads, like.device, like.dtype) if has_numbers else None
+        )
+
+    def __iter__(self) -> Any:
+        return iter(self.parts)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        for part in self.parts:
+            part.reset_parameters()
+        if self.prefix_bias is not None:
+            nn.init.zeros_(self.prefix_bias)
+
+    def init_non_persistent_buffers(self) -> None:
+        for part in self.parts:
+            part.init_non_persistent_buffers()
+
+    def set_window_size(self, window_size: tuple[int, ...]) -> None:
+        for part in self.parts:
+            part.set_window_size(window_size)
+
+    def embed(self, x: Tensor, pos: Positions) -> Tensor:
+        for part in self.parts:
+            x = x + self.strength.to(x.dtype) * (part.embed(x, pos) - x) if part.family == "absolute" else x
+        return x
+
+    def rotate(self, x: Tensor, pos: Positions, role: Role = "query", *, strength: Tensor | float = 1.0) -> Tensor:
+        for part in self.parts:
+            x = part.rotate(x, pos, role, strength=self.strength * strength)
+        return x
+
+    def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
+        numbers = [part.at(offsets, query) for part in self.parts if isinstance(part, NumberEncoding)]
+        return torch.stack(numbers).sum(0) if numbers else super().at(offsets, query)
+
+    def content(self, q: Tensor, k: Tensor) -> Tensor | None:
+        return _sum(part.content(q, k) for part in self.parts)
+
+    def bias(self, q_pos: Positions, k_pos: Positions) -> Tensor | None:
+        total = _sum(part.bias(q_pos, k_pos) for part in self.parts)
+        if total is None:
+            return None
+        blank = _with_prefix(
+            total.new_zeros(self.num_heads, q_pos.num_places, k_pos.num_places),
+            self.prefix_bias,
+            q_pos.num_prefix_tokens,
+            k_pos.num_prefix_tokens,
+        )
+        return (total + blank) * self.strength.to(total.dtype)
+
+    def score(self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float) -> Tensor | None:
+        total = _sum(part.score(q, k, q_pos, k_pos, scale) for part in self.parts)
+        return None if total is None else total * self.strength.to(total.dtype)
+
+    def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor | None:
+        total = _sum(part.value(weights, q_pos, k_pos) for part in self.parts)
+        return None if total is None else total * self.strength.to(total.dtype)
+
+
+def convert_rotary_layout(
+    x: Float[Tensor, channels *rest], num_heads: int, *, source: str, target: str
+) -> Float[Tensor, channels *rest]:
+    """Reorder the output channels of a q or k projection (weight or bias, heads * head_dim first) for the other layout.
+
+    With both q and k reordered, a rotary encoding in the layout `target` gives the scores that it gave in `source`.
+
+    Raises:
+        ValueError: an unknown layout, or channels that heads cannot share evenly in pairs.
+    """
+    for layout in (source, target):
+        _check_layout("convert_rotary_layout", layout)
+    channels = x.shape[0]
+    if num_heads < 1 or channels % (2 * num_heads):
+        raise ValueError(
+            f"convert_rotary_layout: {channels} channels must be a multiple of 2 * num_heads={2 * num_heads}"
+        )
+    if source == target:
+        return x.clone()
+    pairs = x.unflatten(0, (num_heads, -1, 2) if source == "interleaved" else (num_heads, 2, -1))
+    return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def _check_layout(who: str, layout: str) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"{who}: layout={layout!r} must be one of {', '.join(LAYOUTS)}")
+
+
+def _checked_strength(who: str, strength: float) -> float:
+    strength = float(strength)
+    if not 0.0 <= strength <= 1.0:
+        raise ValueError(f"{who}: strength={strength} must be between 0 (no encoding) and 1 (all of it)")
+    return strength
+
+
+def _sum(parts: Iterable[Tensor | None]) -> Tensor | None:
+    total = None
+    for part in parts:
+        if part is not None:
+            total = part if total is None else total + part
+    return total
+
+
+def _new_prefix_bias(positions: Grid, num_heads: int, device: Any, dtype: Any) -> nn.Parameter | None:
+    if not positions.num_prefix_tokens:
+        return None
+    return nn.Parameter(torch.zeros(3, num_heads, device=device, dtype=dtype))
+
+
+def _with_prefix(
+    numbers: Float[Tensor, "... queries keys"],
+    prefix_bias: Float[Tensor, "3 heads"] | None,
+    num_prefix_queries: int,
+    num_prefix_keys: int,
+) -> Float[Tensor, "... all_queries all_keys"]:
+    """Put the blocks of the prefix tokens around the numbers of the places; zeros where there is no prefix_bias."""
+    if not num_prefix_queries and not num_prefix_keys:
+        return numbers
+    queries, keys = numbers.shape[-2:]
+    rows = numbers.new_zeros(3, numbers.shape[-3]) if prefix_bias is None else prefix_bias.to(numbers.dtype)
+    prefix_to_patch, patch_to_prefix, prefix_to_prefix = rows[:, :, None, None]
+    lead = numbers.shape[:-2]
+    top = torch.cat(
+        (
+            prefix_to_prefix.expand(*lead, num_prefix_queries, num_prefix_keys),
+            prefix_to_patch.expand(*lead, num_prefix_queries, keys),
+        ),
+        dim=-1,
+    )
+    bottom = torch.cat((patch_to_prefix.expand(*lead, queries, num_prefix_keys), numbers), dim=-1)
+    return torch.cat((top, bottom), dim=-2)

@@ -1,0 +1,122 @@
+"""A learned number per offset and head, as in Swin (arXiv:2103.14030), BEiT (arXiv:2106.08254) and Video Swin (arXiv:2106.13230)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from relpos2d.encoding import NumberEncoding
+from relpos2d.interpolation import read, resize, resize_matrix
+from relpos2d.positions import Grid, Positions
+
+RESIZE_METHODS = ("timm", "bicubic", "clamp")
+
+
+class OffsetTable(NumberEncoding):
+    """Look the number up in a table with a row per whole offset, row-major: (dy, dx) is row (dy + H - 1) (2 W - 1) + dx + W - 1.
+
+    The table of the window it was made for is kept; `set_window_size` changes only how it is read, so that going back
+    gives the original. Fractional offsets are read bilinearly, offsets beyond the window as those on its edge.
+
+    Args:
+        resize: how a table is read for another window: "timm" (timm's own function; with one or three axes the same, axis by
+            axis), "bicubic", or "clamp": offsets keep their meaning in tokens.
+
+    Raises:
+        ValueError: an unknown way to resize.
+    """
+
+    name = "table"
+    formula = "T_h[d]"
+    paper = "arXiv:2103.14030"
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        positions: Grid,
+        *,
+        resize: str = "timm",
+        strength: float = 1.0,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__(num_heads, head_dim, positions, strength=strength, device=device, dtype=dtype)
+        if resize not in RESIZE_METHODS:
+            raise ValueError(f"OffsetTable: resize={resize!r} must be one of {', '.join(RESIZE_METHODS)}")
+        self.resize = resize
+        self.table_shape = tuple(2 * size - 1 for size in positions.shape)
+        self.window_size = positions.shape
+        self.relative_position_bias_table = nn.Parameter(
+            torch.empty(math.prod(self.table_shape), num_heads, device=device, dtype=dtype)
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
+
+    def set_window_size(self, window_size: tuple[int, ...]) -> None:
+        self.window_size = Grid(*window_size).shape
+
+    def table(self) -> Tensor:
+        """The table (*offsets along each axis, heads) as it is read at the current window."""
+        table = self.relative_position_bias_table.unflatten(0, self.table_shape)
+        if self.window_size == self.positions.shape or self.resize == "clamp":
+            return table
+        return resize(table, _matrices(self.table_shape, self.window_size, self.resize, table.device))
+
+    def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
+        table = self.table()
+        centre = torch.tensor([size // 2 for size in table.shape[:-1]], device=offsets.device, dtype=offsets.dtype)
+        return read(table, offsets + centre)
+
+    def _numbers(self, q_pos: Positions, k_pos: Positions) -> Tensor:
+        window = Grid(*self.window_size)
+        if (
+            isinstance(q_pos, Grid)
+            and isinstance(k_pos, Grid)
+            and _same_places(q_pos, window)
+            and _same_places(k_pos, window)
+        ):
+            table = self.table()
+            if table.shape[:-1] == window.lattice(window).shape:
+                # nothing to look up: the distinct offsets of the window are the table
+                return window.lattice(window).spread(table.movedim(-1, 0))
+        return super()._numbers(q_pos, k_pos)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        key = prefix + "relative_position_bias_table"
+        saved = state_dict.get(key)
+        if saved is not None:
+            own = self.relative_position_bias_table
+            if self.prefix_bias is not None and prefix + "prefix_bias" not in state_dict and len(saved) == len(own) + 3:
+                # BEiT keeps [class -> patch, patch -> class, class -> class] as the last rows of the table
+                saved, state_dict[prefix + "prefix_bias"] = saved[:-3], saved[-3:]
+            if saved.shape != own.shape and saved.shape[1:] == own.shape[1:]:
+                saved = _fit(saved, self.table_shape, "timm" if self.resize == "clamp" else self.resize)
+            state_dict[key] = saved
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, window_size={self.window_size}, resize={self.resize!r}"
+
+
+def _same_places(grid: Grid, window: Grid) -> bool:
+    return (grid.shape, grid.step, grid.origin) == (window.shape, window.step, window.origin)
+
+
+def _matrices(table_shape: tuple[int, ...], window_size: tuple[int, ...], method: str, device: Any) -> list[Tensor]:
+    sizes = zip(table_shape, (2 * size - 1 for size in window_size), strict=True)
+    return [resize_matrix(old, new, method).to(device) for old, new in sizes]
+
+
+def _fit(saved: Tensor, table_shape: tuple[int, ...], method: str) -> Tensor:
+    """A saved table of another window, resized to this one; left alone (for the loader to refuse) if its window is unknown."""
+    side = round(len(saved) ** (1 / len(table_shape)))
+    if side ** len(table_shape) != len(saved) or side % 2 == 0:
+        return saved
+    window_size = tuple((size + 1) // 2 for size in table_shape)
+    matrices = _matrices((side,) * len(table_shape), window_size, method, saved.device)
+    return resize(saved.unflatten(0, (side,) * len(table_shape)), matrices).flatten(0, -2).to(saved.dtype)

@@ -1,0 +1,353 @@
+"""Where tokens stand: on a lattice (Grid) or at real coordinates (Points), and the offsets between two such places."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import TypeAlias
+
+import torch
+from jaxtyping import Bool, Float, Int, Shaped
+from torch import Tensor
+
+Number: TypeAlias = int | float | Fraction
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Grid:
+    """Tokens on a lattice, row-major, with prefix tokens (class, registers) in front of them.
+
+    The token at lattice index i of an axis stands at ``origin + step * i``; units are tokens of the grid with step 1.
+    Immutable, hashable and free of tensors, so that it can be a key, a default or a constant of a traced graph.
+
+    Args:
+        shape: tokens along each axis, in the order (y, x) for images, (t,) for sequences, (t, y, x) for video.
+        num_prefix_tokens: tokens in front of the lattice; they have no place.
+        step: distance between neighbours, for all axes or one each. Rational; a float is read as its decimal digits.
+        origin: place of the first token, for all axes or one each.
+
+    Raises:
+        ValueError: no axis, an axis shorter than 1, a step that is not positive, or not one step (origin) per axis.
+    """
+
+    shape: tuple[int, ...]
+    num_prefix_tokens: int
+    step: tuple[Fraction, ...]
+    origin: tuple[Fraction, ...]
+
+    def __init__(
+        self,
+        *shape: int,
+        num_prefix_tokens: int = 0,
+        step: Number | Sequence[Number] = 1,
+        origin: Number | Sequence[Number] = 0,
+    ) -> None:
+        if not shape:
+            raise ValueError("Grid: needs at least one axis, for example Grid(14, 14)")
+        for size in shape:
+            if isinstance(size, bool) or not isinstance(size, Integral | torch.SymInt) or size < 1:
+                raise ValueError(f"Grid: shape={shape} must hold whole numbers of at least 1")
+        if isinstance(num_prefix_tokens, bool) or not isinstance(num_prefix_tokens, Integral) or num_prefix_tokens < 0:
+            raise ValueError(f"Grid: num_prefix_tokens={num_prefix_tokens!r} must be a whole number of at least 0")
+        steps, origins = _per_axis("step", step, len(shape)), _per_axis("origin", origin, len(shape))
+        if min(steps) <= 0:
+            raise ValueError(f"Grid: step={step} must be positive")
+        object.__setattr__(self, "shape", tuple(shape))
+        object.__setattr__(self, "num_prefix_tokens", num_prefix_tokens)
+        object.__setattr__(self, "step", steps)
+        object.__setattr__(self, "origin", origins)
+
+    def __repr__(self) -> str:
+        parts = [str(size) for size in self.shape]
+        if self.num_prefix_tokens:
+            parts.append(f"num_prefix_tokens={self.num_prefix_tokens}")
+        if any(step != 1 for step in self.step):
+            parts.append(f"step=({', '.join(map(str, self.step))})")
+        if any(origin != 0 for origin in self.origin):
+            parts.append(f"origin=({', '.join(map(str, self.origin))})")
+        return f"Grid({', '.join(parts)})"
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.shape)
+
+    @property
+    def num_places(self) -> int:
+        """Tokens on the lattice, without the prefix."""
+        return math.prod(self.shape)
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens: prefix and lattice."""
+        return self.num_prefix_tokens + self.num_places
+
+    def coords(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "places axes"]:
+        """Places of the lattice tokens, row-major: token t of an (H, W) grid is at (t // W, t % W) times step plus origin."""
+        lines = [
+            torch.arange(size, device=device, dtype=dtype) * float(step) + float(origin)
+            for size, step, origin in zip(self.shape, self.step, self.origin, strict=True)
+        ]
+        return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1).flatten(0, -2)
+
+    def offsets(
+        self, other: Positions, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "*batch queries keys axes"]:
+        """Offset of every pair of places, this one's (queries) minus the other's (keys)."""
+        return _pair_offsets(self, other, device, dtype)
+
+    def lattice(self, other: Grid) -> OffsetLattice:
+        """The distinct offsets between this grid (queries) and the other (keys)."""
+        _check_axes(self, other)
+        return OffsetLattice(self, other)
+
+    def pool(self, factor: int | Sequence[int]) -> Grid:
+        """Grid of the means over blocks of `factor` tokens: centres of blocks, so half-step offsets for even factors.
+
+        A last block that is not full counts as full, as in pooling with padding.
+        """
+        factors = _per_axis("factor", factor, self.num_axes)
+        if any(f < 1 or f.denominator != 1 for f in factors):
+            raise ValueError(f"Grid.pool: factor={factor} must hold whole numbers of at least 1")
+        return Grid(
+            *(-(-size // int(f)) for size, f in zip(self.shape, factors, strict=True)),
+            num_prefix_tokens=self.num_prefix_tokens,
+            step=tuple(step * f for step, f in zip(self.step, factors, strict=True)),
+            origin=tuple(o + s * (f - 1) / 2 for o, s, f in zip(self.origin, self.step, factors, strict=True)),
+        )
+
+    def points(self, batch_size: int = 1, *, device: torch.device | str | None = None) -> Points:
+        """The same places as Points, for each sample of a batch."""
+        coords = self.coords(device=device).expand(batch_size, -1, -1)
+        return Points(coords, num_prefix_tokens=self.num_prefix_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Points:
+    """Tokens at real coordinates that may differ from sample to sample.
+
+    For dropped tokens, packed images of different sizes, boxes, mixed text and image.
+
+    Args:
+        places: coordinates (B, N, axes), axes in the order (y, x), in tokens; at least float32.
+        valid: (B, N), which of the N are real; the others are padding: no key for anyone, and 0 as output. None: all.
+        segments: (B, N), tokens see only those of their own segment (packed images). None: one segment.
+        num_prefix_tokens: tokens in front; they have no place and are seen by, and see, everybody.
+
+    Raises:
+        ValueError: shapes that do not fit one another, or coordinates in low precision (bfloat16 merges 256 and 257).
+    """
+
+    places: Float[Tensor, "batch places axes"]
+    valid: Bool[Tensor, "batch places"] | None = None
+    segments: Int[Tensor, "batch places"] | None = None
+    num_prefix_tokens: int = 0
+
+    def __post_init__(self) -> None:
+        if self.places.ndim != 3 or self.places.shape[-1] < 1:
+            raise ValueError(f"Points: coordinates have shape {tuple(self.places.shape)}, allowed is (B, N, axes)")
+        if self.places.dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"Points: coordinates are {self.places.dtype}, allowed are float32 and float64")
+        for name, value in (("valid", self.valid), ("segments", self.segments)):
+            if value is not None and value.shape != self.places.shape[:2]:
+                raise ValueError(
+                    f"Points: {name} has shape {tuple(value.shape)}, coordinates allow {tuple(self.places.shape[:2])}"
+                )
+        if self.valid is not None and self.valid.dtype != torch.bool:
+            raise ValueError(f"Points: valid is {self.valid.dtype}, allowed is bool")
+        if self.num_prefix_tokens < 0:
+            raise ValueError(f"Points: num_prefix_tokens={self.num_prefix_tokens} must be at least 0")
+
+    @property
+    def num_axes(self) -> int:
+        return self.places.shape[-1]
+
+    @property
+    def num_places(self) -> int:
+        """Tokens with a place, without the prefix."""
+        return self.places.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """All tokens of a sample: prefix and places."""
+        return self.num_prefix_tokens + self.num_places
+
+    def coords(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "batch places axes"]:
+        """Coordinates of the tokens that have a place."""
+        return self.places.to(device=device, dtype=dtype)
+
+    def offsets(
+        self, other: Positions, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "batch queries keys axes"]:
+        """Offset of every pair of places, this one's (queries) minus the other's (keys)."""
+        return _pair_offsets(self, other, device, dtype)
+
+
+Positions: TypeAlias = Grid | Points
+
+
+class OffsetLattice:
+    """The distinct offsets between two grids, which are themselves a lattice, and the way from them to all pairs.
+
+    Along one axis with steps sq, sk and their common measure g, the pair (i, j) has the offset
+    ``first + g * (a * i + b * (num_keys - 1 - j))`` with a = sq / g and b = sk / g: reversing the keys turns the
+    bias of all pairs into a strided view of the numbers of the distinct offsets. No index tensor exists.
+    """
+
+    def __init__(self, queries: Grid, keys: Grid) -> None:
+        self.queries, self.keys = queries, keys
+        self.steps = tuple(_common_measure(q, k) for q, k in zip(queries.step, keys.step, strict=True))
+        self.query_strides = tuple(int(s / g) for s, g in zip(queries.step, self.steps, strict=True))
+        self.key_strides = tuple(int(s / g) for s, g in zip(keys.step, self.steps, strict=True))
+        self.first = tuple(
+            oq - ok - (size - 1) * sk
+            for oq, ok, size, sk in zip(queries.origin, keys.origin, keys.shape, keys.step, strict=True)
+        )
+        self.shape = tuple(
+            a * (nq - 1) + b * (nk - 1) + 1
+            for a, b, nq, nk in zip(self.query_strides, self.key_strides, queries.shape, keys.shape, strict=True)
+        )
+
+    @property
+    def num_offsets(self) -> int:
+        return math.prod(self.shape)
+
+    def offsets(
+        self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+    ) -> Float[Tensor, "*shape axes"]:
+        """The distinct offsets, in rising order along each axis."""
+        lines = [
+            torch.arange(size, device=device, dtype=dtype) * float(step) + float(first)
+            for size, step, first in zip(self.shape, self.steps, self.first, strict=True)
+        ]
+        return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1)
+
+    def spread(self, values: Shaped[Tensor, ...]) -> Shaped[Tensor, "... queries keys"]:
+        """From one value per distinct offset (..., *shape) to one per pair (..., num queries, num keys), both row-major."""
+        lead = values.ndim - len(self.shape)
+        for axis, (nk, a, b) in enumerate(zip(self.keys.shape, self.query_strides, self.key_strides, strict=True)):
+            values = values.unfold(lead + axis, b * (nk - 1) + 1, a)[..., ::b]
+        key_axes = tuple(range(-len(self.shape), 0))
+        return values.flip(key_axes).reshape(*values.shape[:lead], self.queries.num_places, self.keys.num_places)
+
+
+def join(*parts: Positions, packed: bool = False, device: torch.device | str | None = None) -> Points:
+    """The places of several parts one behind the other, as in mixed text and image or images packed into one sequence.
+
+    Args:
+        parts: Grids or Points with the same number of axes and, where they are Points, the same batch size.
+            Only the first may have prefix tokens.
+        packed: give each part a segment of its own, so that its tokens see only one another.
+        device: device of the coordinates of Grids; by default that of the first Points.
+
+    Raises:
+        ValueError: nothing to join, or parts that do not fit one another.
+    """
+    if not parts:
+        raise ValueError("join: needs at least one Grid or Points")
+    if any(part.num_prefix_tokens for part in parts[1:]):
+        raise ValueError("join: only the first part may have prefix tokens, since they stand in front of all places")
+    for part in parts[1:]:
+        _check_axes(parts[0], part)
+    given = [part for part in parts if isinstance(part, Points)]
+    batch_sizes = {part.places.shape[0] for part in given}
+    if len(batch_sizes) > 1:
+        raise ValueError(f"join: batch sizes {sorted(batch_sizes)} differ")
+    if given and device is None:
+        device = given[0].places.device
+    batch = batch_sizes.pop() if batch_sizes else 1
+    points = [part.points(batch, device=device) if isinstance(part, Grid) else part for part in parts]
+    dtype = max((p.places.dtype for p in points), key=lambda d: d.itemsize)
+
+    valid = segments = None
+    if any(p.valid is not None for p in points):
+        valid = torch.cat(
+            [p.places.new_ones(p.places.shape[:2], dtype=torch.bool) if p.valid is None else p.valid for p in points], 1
+        )
+    if packed or any(p.segments is not None for p in points):
+        numbered, next_segment = [], 0
+        for p in points:
+            own = p.places.new_zeros(p.places.shape[:2], dtype=torch.long) if p.segments is None else p.segments.long()
+            numbered.append(own + next_segment)
+            if packed:
+                next_segment += int(own.max()) + 1
+        segments = torch.cat(numbered, dim=1)
+    return Points(torch.cat([p.places.to(dtype) for p in points], 1), valid, segments, parts[0].num_prefix_tokens)
+
+
+def visible(
+    queries: Positions, keys: Positions, *, is_causal: bool = False, device: torch.device | str | None = None
+) -> Bool[Tensor, "batch queries keys"] | None:
+    """Which query may see which key, prefix tokens included; None if every query sees every key.
+
+    Padding is seen by nobody and sees nobody; segments keep to themselves. Causal: a query sees the keys whose coordinate
+    is not larger than its own, and all prefix tokens; prefix tokens, being in front, see one another.
+
+    Raises:
+        ValueError: causal on more than one axis.
+    """
+    if is_causal and queries.num_axes != 1:
+        raise ValueError(f"is_causal: needs one axis, the positions have {queries.num_axes}")
+    allowed: Tensor | None = None
+    if is_causal:
+        allowed = (queries.offsets(keys, device=device, dtype=torch.float64) >= 0).all(-1)
+        allowed = allowed if allowed.ndim == 3 else allowed[None]
+    segments_q, segments_k = getattr(queries, "segments", None), getattr(keys, "segments", None)
+    if (segments_q is None) != (segments_k is None):
+        raise ValueError("segments: queries and keys must both have segments, or neither")
+    if segments_q is not None and segments_k is not None:
+        same = segments_q[:, :, None] == segments_k[:, None, :]
+        allowed = same if allowed is None else allowed & same
+    if allowed is not None:
+        pad_q, pad_k = queries.num_prefix_tokens, keys.num_prefix_tokens
+        allowed = torch.nn.functional.pad(allowed, (pad_k, 0, pad_q, 0), value=True)
+        if is_causal and pad_q:
+            allowed = allowed.clone()
+            allowed[:, :pad_q, pad_k:] = False
+    for positions, dim in ((queries, -1), (keys, -2)):
+        real = real_tokens(positions)
+        if real is not None:
+            real = real.unsqueeze(dim)
+            allowed = real if allowed is None else allowed & real
+    if allowed is None:
+        return None
+    return allowed.expand(-1, queries.num_tokens, keys.num_tokens)
+
+
+def real_tokens(positions: Positions) -> Bool[Tensor, "batch tokens"] | None:
+    """Which tokens are no padding, prefix tokens included; None if all are real."""
+    valid = getattr(positions, "valid", None)
+    return None if valid is None else torch.nn.functional.pad(valid, (positions.num_prefix_tokens, 0), value=True)
+
+
+def _pair_offsets(queries: Positions, keys: Positions, device: torch.device | str | None, dtype: torch.dtype) -> Tensor:
+    _check_axes(queries, keys)
+    if device is None:
+        device = next((p.places.device for p in (queries, keys) if isinstance(p, Points)), None)
+    q, k = queries.coords(device=device, dtype=dtype), keys.coords(device=device, dtype=dtype)
+    return q.unsqueeze(-2) - k.unsqueeze(-3)
+
+
+def _check_axes(queries: Positions, keys: Positions) -> None:
+    if queries.num_axes != keys.num_axes:
+        raise ValueError(f"offsets: {queries.num_axes} axes against {keys.num_axes}; both sides need the same axes")
+
+
+def _common_measure(a: Fraction, b: Fraction) -> Fraction:
+    """The largest step of which both steps are whole multiples."""
+    denominator = a.denominator * b.denominator
+    return Fraction(math.gcd(a.numerator * b.denominator, b.numerator * a.denominator), denominator)
+
+
+def _per_axis(name: str, value: Number | Sequence[Number], num_axes: int) -> tuple[Fraction, ...]:
+    values = (value,) * num_axes if isinstance(value, Real) else tuple(value)
+    if len(values) != num_axes:
+        raise ValueError(f"Grid: {name}={value} has {len(values)} entries, the shape has {num_axes} axes")
+    # the decimal digits of a float are what was meant: 0.1 is 1/10 and not 3602879701896397/36028797018963968
+    return tuple(Fraction(str(v)) if isinstance(v, float) else Fraction(v) for v in values)
