@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -417,43 +417,43 @@ class Combined(Encoding):
             _new_prefix_bias(self.positions, self.num_heads, like.device, like.dtype) if has_numbers else None
         )
 
-    def __iter__(self) -> Any:
-        return iter(self.parts)
+    def __iter__(self) -> Iterator[Encoding]:
+        return (part for part in self.parts if isinstance(part, Encoding))
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        for part in self.parts:
+        for part in self:
             part.reset_parameters()
         if self.prefix_bias is not None:
             nn.init.zeros_(self.prefix_bias)
 
     def init_non_persistent_buffers(self) -> None:
-        for part in self.parts:
+        for part in self:
             part.init_non_persistent_buffers()
 
     def set_window_size(self, window_size: tuple[int, ...]) -> None:
-        for part in self.parts:
+        for part in self:
             part.set_window_size(window_size)
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
-        for part in self.parts:
+        for part in self:
             x = x + self.strength.to(x.dtype) * (part.embed(x, pos) - x) if part.family == "absolute" else x
         return x
 
     def rotate(self, x: Tensor, pos: Positions, role: Role = "query", *, strength: Tensor | float = 1.0) -> Tensor:
-        for part in self.parts:
+        for part in self:
             x = part.rotate(x, pos, role, strength=self.strength * strength)
         return x
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
-        numbers = [part.at(offsets, query) for part in self.parts if isinstance(part, NumberEncoding)]
+        numbers = [part.at(offsets, query) for part in self if isinstance(part, NumberEncoding)]
         return torch.stack(numbers).sum(0) if numbers else super().at(offsets, query)
 
     def content(self, q: Tensor, k: Tensor) -> Tensor | None:
-        return _sum(part.content(q, k) for part in self.parts)
+        return _sum(part.content(q, k) for part in self)
 
     def bias(self, q_pos: Positions, k_pos: Positions) -> Tensor | None:
-        total = _sum(part.bias(q_pos, k_pos) for part in self.parts)
+        total = _sum(part.bias(q_pos, k_pos) for part in self)
         if total is None:
             return None
         blank = _with_prefix(
@@ -465,17 +465,17 @@ class Combined(Encoding):
         return (total + blank) * self.strength.to(total.dtype)
 
     def score(self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float) -> Tensor | None:
-        total = _sum(part.score(q, k, q_pos, k_pos, scale) for part in self.parts)
+        total = _sum(part.score(q, k, q_pos, k_pos, scale) for part in self)
         return None if total is None else total * self.strength.to(total.dtype)
 
     def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor | None:
-        total = _sum(part.value(weights, q_pos, k_pos) for part in self.parts)
+        total = _sum(part.value(weights, q_pos, k_pos) for part in self)
         return None if total is None else total * self.strength.to(total.dtype)
 
 
 def convert_rotary_layout(
-    x: Float[Tensor, channels *rest], num_heads: int, *, source: str, target: str
-) -> Float[Tensor, channels *rest]:
+    x: Float[Tensor, channels * rest], num_heads: int, *, source: str, target: str
+) -> Float[Tensor, channels * rest]:
     """Reorder the output channels of a q or k projection (weight or bias, heads * head_dim first) for the other layout.
 
     With both q and k reordered, a rotary encoding in the layout `target` gives the scores that it gave in `source`.

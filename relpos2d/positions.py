@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from numbers import Integral, Real
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
@@ -228,7 +228,7 @@ class OffsetLattice:
         ]
         return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1)
 
-    def spread(self, values: Shaped[Tensor, ...]) -> Shaped[Tensor, "... queries keys"]:
+    def spread(self, values: Shaped[Tensor, "..."]) -> Shaped[Tensor, "... queries keys"]:
         """From one value per distinct offset (..., *shape) to one per pair (..., num queries, num keys), both row-major."""
         lead = values.ndim - len(self.shape)
         for axis, (nk, a, b) in enumerate(zip(self.keys.shape, self.query_strides, self.key_strides, strict=True)):
@@ -346,7 +346,7 @@ def _common_measure(a: Fraction, b: Fraction) -> Fraction:
 
 
 def _per_axis(name: str, value: Number | Sequence[Number], num_axes: int) -> tuple[Fraction, ...]:
-    values = (value,) * num_axes if isinstance(value, Real) else tuple(value)
+    values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
     if len(values) != num_axes:
         raise ValueError(f"Grid: {name}={value} has {len(values)} entries, the shape has {num_axes} axes")
     # the decimal digits of a float are what was meant: 0.1 is 1/10 and not 3602879701896397/36028797018963968

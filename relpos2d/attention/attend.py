@@ -21,7 +21,7 @@ def attend(
     q_pos: Positions,
     k_pos: Positions | None = None,
     *,
-    mask: Shaped[Tensor, ...] | None = None,
+    mask: Shaped[Tensor, "..."] | None = None,
     is_causal: bool = False,
     dropout_p: float = 0.0,
     scale: float | None = None,

@@ -76,5 +76,5 @@ class ContinuousBias(NumberEncoding):
         reach = torch.tensor([max(w - 1, 1) for w in windows], device=offsets.device, dtype=offsets.dtype)
         scaled = offsets / reach * 8
         coords = scaled.sign() * torch.log2(scaled.abs() + 1.0) / math.log2(8)
-        numbers = self.cpb_mlp(coords.to(self.cpb_mlp[0].weight.dtype))
+        numbers = self.cpb_mlp(coords.to(next(self.cpb_mlp.parameters()).dtype))
         return 16 * torch.sigmoid(numbers.to(torch.promote_types(numbers.dtype, torch.float32)))

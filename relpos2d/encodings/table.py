@@ -1,4 +1,4 @@
-"""A learned number per offset and head, as in Swin (arXiv:2103.14030), BEiT (arXiv:2106.08254) and Video Swin (arXiv:2106.13230)."""
+"""A learned number per offset and head: Swin (arXiv:2103.14030), BEiT (arXiv:2106.08254), Video Swin (arXiv:2106.13230)."""
 
 import math
 from typing import Any
