@@ -1,0 +1,298 @@
+"""From `classify/digits encoding=rope_mixed optimizer.lr=3e-4` to one checked, typed config.
+
+A config is a list of assignments, in a file and then on the command line: `group: name` puts in the file configs/group/name.yaml
+(replacing the node, never merging into it), `group: {...}` or a list replaces it too, and `group.key: value` sets one key.
+"""
+
+import functools
+import inspect
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import timm
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model, model_validator
+from timm.models import is_model, list_models
+from timm.optim import get_optimizer_class, list_optimizers
+
+from relpos2d import Grid, create_encoding, list_encodings
+from relpos2d.encodings import encoding_class, encoding_options
+from train.data import DATA, Data
+from train.schema import AnyNode, ConfigError, Node, node_from_parameters, unknown_name, validate
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GROUPS = ("model", "encoding", "data", "optimizer", "schedule", "trainer")
+
+
+class Model(Node):
+    """A timm backbone by name; further keys are the arguments of its constructor. Image size, channels and classes come from the data."""
+
+    name: str
+    pretrained: bool = False
+    absolute: Literal["keep", "fade", "remove"] = "keep"
+
+
+class Encoding(Node):
+    """A position encoding by name; further keys are the arguments of its constructor, which is asked whether it takes them."""
+
+    name: str
+
+    @model_validator(mode="after")
+    def constructor_agrees(self) -> "Encoding":
+        create_encoding({"name": self.name, **self.given()}, num_heads=2, head_dim=32, positions=Grid(3, 5))
+        return self
+
+
+class Optimizer(Node):
+    """One of timm's optimizers by name; further keys are the arguments of its constructor. Biases, norms and positions never decay."""
+
+    name: str
+    lr: PositiveFloat
+    weight_decay: NonNegativeFloat = 0.0
+
+
+class Schedule(Node):
+    """The learning rate by step: linear warm-up from `warmup_lr`, then down to `min_lr` at the last step."""
+
+    name: Literal["cosine"]
+    warmup_steps: NonNegativeInt = 0
+    warmup_lr: NonNegativeFloat = 1e-6
+    min_lr: NonNegativeFloat = 0.0
+
+
+class Trainer(Node):
+    """How long, in which batches and where to train, and how often to log, evaluate and save (in steps)."""
+
+    max_steps: PositiveInt
+    batch_size: PositiveInt
+    log_every: PositiveInt = 10
+    eval_every: PositiveInt = 200
+    save_every: PositiveInt = 200
+    keep_checkpoints: PositiveInt = 2
+    clip_grad_norm: PositiveFloat | None = 1.0
+    mixed_precision: Literal["no", "bf16"] = "no"
+    device: Literal["auto", "cpu"] = "auto"
+    num_workers: NonNegativeInt = 0
+    overwrite: bool = False
+
+
+class Config(Node):
+    """A whole run."""
+
+    task: Literal["classify"]
+    seed: int = Field(0, ge=0, lt=2**31)
+    output: str | None = None
+    model: Model
+    encoding: Encoding | tuple[Encoding, ...]
+    data: Data
+    optimizer: Optimizer
+    schedule: Schedule
+    trainer: Trainer
+
+    @model_validator(mode="after")
+    def warmup_ends_before_training(self) -> "Config":
+        if self.schedule.warmup_steps >= self.trainer.max_steps:
+            raise ValueError(
+                f"schedule.warmup_steps = {self.schedule.warmup_steps}: "
+                f"must be less than trainer.max_steps = {self.trainer.max_steps}"
+            )
+        return self
+
+    @property
+    def encodings(self) -> tuple[Encoding, ...]:
+        return self.encoding if isinstance(self.encoding, tuple) else (self.encoding,)
+
+
+def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
+    """Composes and checks a config.
+
+    Args:
+        name: a file in configs/ without .yaml (`classify/digits`), or the path of a .yaml file of one's own.
+        overrides: `key=value`, applied after the file.
+
+    Raises:
+        ConfigError: with every problem that was found, not only the first.
+    """
+    tree, problems = compose(name, overrides)
+    schema, more = schema_for(tree, problems)
+    config, wrong = validate(schema, tree)
+    if problems or more or wrong or config is None:
+        raise ConfigError(name, [*problems, *more, *wrong])
+    return config
+
+
+def compose(name: str, overrides: Sequence[str] = ()) -> tuple[dict[str, Any], list[str]]:
+    """The plain tree of a config, and the problems met on the way. Wrong groups are left out of the tree."""
+    path = Path(name) if name.endswith((".yaml", ".yml")) else CONFIGS / f"{name}.yaml"
+    if not path.is_file():
+        raise ConfigError(name, [unknown_name("config", name, list_configs())])
+    problems: list[str] = []
+    tree: dict[str, Any] = {}
+    for assignments in (read_yaml(path, problems), parse_overrides(overrides, problems)):
+        # whole nodes first: `optimizer.lr=1 optimizer=adamw` keeps the learning rate
+        for key, value in sorted(assignments.items(), key=lambda item: "." in item[0]):
+            assign(tree, key, value, problems)
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)  # type: ignore[assignment]
+    except OmegaConfBaseException as error:
+        problems.append(str(error).splitlines()[0])
+    return tree, problems
+
+
+def list_configs(folder: str = "") -> list[str]:
+    """Names of the runnable configs, or of the files of one group."""
+    found = (path.relative_to(CONFIGS / folder) for path in (CONFIGS / folder).rglob("*.yaml"))
+    return sorted(p.with_suffix("").as_posix() for p in found if folder or p.parts[0] not in GROUPS)
+
+
+def read_yaml(path: Path, problems: list[str]) -> dict[str, Any]:
+    """The mapping in a YAML file. OmegaConf's reader takes 3e-4 as a number and refuses a key that stands there twice."""
+    try:
+        loaded = OmegaConf.load(path)
+        if OmegaConf.is_dict(loaded):
+            return {str(key): value for key, value in OmegaConf.to_container(loaded).items()}  # type: ignore[union-attr]
+        problems.append(f"{path.name}: must hold `key: value` lines")
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        problems.append(f"{path.name}: no readable YAML: {' '.join(str(error).split())}")
+    return {}
+
+
+def parse_overrides(overrides: Sequence[str], problems: list[str]) -> dict[str, Any]:
+    parsed: dict[str, Any] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            problems.append(f"{override!r}: an override is written key=value, for example optimizer.lr=3e-4")
+            continue
+        if key in parsed:
+            problems.append(f"{key}: given twice on the command line")
+        try:
+            parsed[key] = OmegaConf.to_container(OmegaConf.create(f"value: {value}"))["value"]  # type: ignore[index, call-overload]
+        except (yaml.YAMLError, OmegaConfBaseException):
+            problems.append(f"{key} = {value!r}: no readable YAML value")
+    return parsed
+
+
+def assign(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> None:
+    """Replaces one node or sets one key of the tree."""
+    parent, _, leaf = key.rpartition(".")
+    if not parent:
+        node = load_node(key, value, problems)
+        tree.pop(key, None)
+        if node is not None or key not in GROUPS:
+            tree[key] = node
+        return
+    node: Any = tree  # type: ignore[no-redef]
+    for part in parent.split("."):
+        if isinstance(node, list) and part.isdigit() and int(part) < len(node):
+            node = node[int(part)]
+        elif isinstance(node, dict) and part in node:
+            node = node[part]
+        elif node is tree and part not in GROUPS:
+            problems.append(unknown_name("group", part, GROUPS, where=key))
+            return
+        else:
+            if not (node is tree):  # a group that is missing has its own line
+                problems.append(f"{key} = {value!r}: there is no {part} in {parent}")
+            return
+    if isinstance(node, dict):
+        node[leaf] = value
+    else:
+        problems.append(f"{key} = {value!r}: {parent} is {node!r}, which has no keys")
+
+
+def load_node(group: str, value: Any, problems: list[str]) -> Any:
+    """What stands for a group: a name is replaced by its file, in a list too; None if there is no such file."""
+    if group not in GROUPS:
+        return value
+    if isinstance(value, list):
+        members = [load_node(group, member, problems) for member in value]
+        return [member for member in members if member is not None] or None
+    if isinstance(value, Mapping):
+        return dict(value)
+    path = CONFIGS / group / f"{value}.yaml"
+    if isinstance(value, str) and path.is_file():
+        return read_yaml(path, problems)
+    problems.append(unknown_name(f"{group} file", value, list_configs(group), where=group))
+    return None
+
+
+def schema_for(tree: dict[str, Any], told: Iterable[str] = ()) -> tuple[type[Config], list[str]]:
+    """The schema of exactly this tree: each node's keys follow from its name. Wrong names come back as problems."""
+    problems: list[str] = []
+
+    def node(group: str, value: Any, where: str) -> type[Node]:
+        name = value.get("name") if isinstance(value, dict) else None
+        if not isinstance(name, str):
+            return {"model": Model, "encoding": Encoding, "data": Data, "optimizer": Optimizer}[group]
+        names, make = NODES[group]
+        try:
+            if group == "model" or name in names():
+                return make(name)
+        except ValueError:
+            pass
+        problems.append(unknown_name(group, name, names(), where=f"{where}.name"))
+        return AnyNode
+
+    fields: dict[str, Any] = {}
+    for group in NODES:
+        value = tree.get(group)
+        if group == "encoding" and isinstance(value, list):
+            members = tuple(node(group, member, f"{group}.{i}") for i, member in enumerate(value))
+            fields[group] = (tuple[members], ...)  # type: ignore[valid-type]
+        elif value is not None:
+            fields[group] = (node(group, value, group), ...)
+        elif any(problem.startswith(f"{group} =") for problem in told):
+            fields[group] = (Any, None)  # its wrong name has a line already
+    return create_model("Config", __base__=Config, **fields), problems
+
+
+@functools.cache
+def model_node(name: str) -> type[Model]:
+    """Keys from the class that timm builds under this name (built without memory, to see which class it is)."""
+    import torch
+
+    source = name.removeprefix("relpos2d_")
+    if not is_model(name) or not is_model(source):
+        raise ValueError(name)
+    with torch.device("meta"):
+        model = timm.create_model(source)
+    parameters = inspect.signature(type(model).__init__).parameters
+    optional = {key: p.replace(default=None) for key, p in parameters.items() if key != "self"}
+    return node_from_parameters(name, optional, Model, leave_out=("img_size", "in_chans", "num_classes"))
+
+
+@functools.cache
+def encoding_node(name: str) -> type[Encoding]:
+    return node_from_parameters(name, encoding_options(encoding_class(name)), Encoding)
+
+
+@functools.cache
+def optimizer_node(name: str) -> type[Optimizer]:
+    return node_from_parameters(name, inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters, Optimizer)
+
+
+NODES: dict[str, Any] = {  # group -> the names there are, and the node of a name
+    "model": (lambda: list_models("relpos2d_*"), model_node),
+    "encoding": (lambda: [encoding.name for encoding in list_encodings()], encoding_node),
+    "data": (lambda: list(DATA), DATA.__getitem__),
+    "optimizer": (list_optimizers, optimizer_node),
+}
+
+
+def resolved_yaml(config: Config) -> str:
+    """The config as YAML, complete: reading it gives the same run."""
+    tree = config.model_dump(mode="json", serialize_as_any=True)
+    # what a model's config leaves open is decided by timm under that name, and not by None
+    tree["model"] = {key: value for key, value in tree["model"].items() if key in Model.model_fields or key in config.model.given()}
+    return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def default_output(name: str, config: Config) -> str:
+    """runs/<config>-<encoding>-<seed>: `runs/classify/digits-table-0`."""
+    encoding = "+".join(encoding.name for encoding in config.encodings)
+    return os.path.join("runs", f"{Path(name).with_suffix('') if name.endswith('.yaml') else name}-{encoding}-{config.seed}")

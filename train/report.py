@@ -1,0 +1,222 @@
+"""What one sees of a run: progress in the terminal, tables and pictures in its folder."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from torch import nn
+
+from relpos2d import Encoding
+from relpos2d.tools.plot import bias_map
+
+INK, ACCENT, FAINT, WRONG = "#222222", "#1f5fbf", "#b8c4d6", "#c03028"
+
+
+class Progress:
+    """A bar with the time left on a terminal; a line for each evaluation (and a few between) elsewhere."""
+
+    def __init__(self, num_steps: int, enabled: bool = True, console: Console | None = None):
+        self.console = console or Console()
+        self.num_steps, self.enabled = num_steps, enabled
+        self.live = enabled and self.console.is_terminal
+        self.bar = Bar(
+            TextColumn("training"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("loss {task.fields[loss]:.3f}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.live,
+            transient=True,
+        )
+
+    def __enter__(self) -> "Progress":
+        self.started = self.said = time.perf_counter()
+        self.bar.start()
+        self.task = self.bar.add_task("training", total=self.num_steps, loss=float("nan"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+
+    def step(self, step: int, loss: float) -> None:
+        self.bar.update(self.task, completed=step, loss=loss)
+
+    def say(self, step: int, line: dict[str, float]) -> None:
+        """Prints a logged line if it holds an evaluation, or if nothing was said for ten seconds and there is no bar."""
+        now = time.perf_counter()
+        evaluated = any(key.startswith("test_") for key in line)
+        if not self.enabled or not (evaluated or (not self.live and now - self.said > 10)):
+            return
+        self.said = now
+        left = (now - self.started) / step * (self.num_steps - step)
+        names = ("loss", "test_loss", *(key for key in line if key.startswith("test_") and not key.endswith(("loss", "error"))))
+        numbers = "  ".join(f"{name.replace('_', ' ')} {line[name]:.4f}" for name in names if name in line)
+        self.console.print(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {numbers}  {clock(left)} left", highlight=False)
+
+
+def clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def surroundings() -> dict[str, Any]:
+    """Commit, versions and machine: what one needs to know to run it again."""
+    return {
+        "commit": commit(),
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "versions": {"python": platform.python_version()} | {n: installed(n) for n in ("relpos2d", "torch", "timm", "accelerate")},
+        "machine": {
+            "processor": platform.machine(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "memory_gib": memory_gib(),
+            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        },
+    }
+
+
+def commit() -> str | None:
+    """The commit of this code, with `+changes` if files differ from it; None outside a git checkout."""
+
+    def git(*arguments: str) -> str:
+        folder = Path(__file__).parent
+        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("+changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def read_history(path: Path) -> dict[str, tuple[list[int], list[float]]]:
+    """history.jsonl by key: the steps at which it was logged, and its values."""
+    columns: dict[str, tuple[list[int], list[float]]] = {}
+    for line in map(json.loads, path.read_text().splitlines()):
+        for key, value in line.items():
+            if key != "step":
+                steps, values = columns.setdefault(key, ([], []))
+                steps.append(line["step"])
+                values.append(value)
+    return columns
+
+
+def draw_curves(history: Path, path: Path, score: str = "accuracy") -> Path:
+    """Loss, score and learning rate by step."""
+    columns = read_history(history)
+    panels = (
+        ("loss", (("loss", "training", FAINT), ("test_loss", "test", ACCENT))),
+        (score, ((f"train_{score}", "training", FAINT), (f"test_{score}", "test", ACCENT))),
+        ("learning rate", (("lr", "", INK),)),
+    )
+    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels, strict=True):
+        for key, label, colour in curves:
+            if key in columns:
+                steps, values = columns[key]
+                axes.plot(steps, values, color=colour, label=label, marker="o" if key.startswith("test_") else None, markersize=3)
+        axes.set(title=title, xlabel="step")
+        axes.spines[["top", "right"]].set_visible(False)
+        if len(curves) > 1:
+            axes.legend(frameon=False)
+    return save(figure, path)
+
+
+def draw_predictions(path: Path, images: Sequence[np.ndarray], titles: Sequence[tuple[str, str]], columns: int = 8) -> Path:
+    """Images with what was predicted above, and beside it the label where that is another (in red)."""
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(1.3 * columns, 1.55 * rows), layout="constrained")
+    grid = np.atleast_1d(figure.subplots(rows, columns, squeeze=False)).ravel()
+    for axes in grid:
+        axes.axis("off")
+    for axes, image, (prediction, label) in zip(grid, images, titles, strict=False):
+        right = prediction.split(" (")[0] == label
+        axes.imshow(image, cmap="gray", vmin=0, vmax=255)
+        axes.set_title(prediction if right else f"{prediction}\nis {label}", fontsize=8, color=INK if right else WRONG)
+    return save(figure, path)
+
+
+def to_pixels(image: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> np.ndarray:
+    """A normalised (channels, height, width) image as uint8 pixels, (height, width) if it is grey."""
+    mean_c11, std_c11 = torch.tensor(mean).view(-1, 1, 1), torch.tensor(std).view(-1, 1, 1)
+    pixels = ((image.cpu() * std_c11 + mean_c11) * 255).round().clamp(0, 255).byte().permute(1, 2, 0).numpy()
+    return pixels[..., 0] if pixels.shape[-1] == 1 else pixels
+
+
+def save(figure: Figure, path: Path) -> Path:
+    figure.savefig(path, dpi=130, facecolor="white")
+    return path
+
+
+def draw_bias_maps(path: Path, model: nn.Module, max_rows: int = 12) -> Path | None:
+    """What the query in the middle of the grid adds to the score of every key: a row per layer, a column per head.
+
+    Returns:
+        The file, or None for a model without relative encodings.
+    """
+    layers = [(name, encoding) for name, encoding in relative_encodings(model) if encoding.positions.num_axes == 2]
+    if not layers:
+        return None
+    layers = layers[:max_rows]
+    with torch.no_grad():
+        maps = [bias_map(encoding, encoding.positions).float().cpu().numpy() for _, encoding in layers]
+    columns = max(len(heads) for heads in maps)
+    figure = Figure(figsize=(1.2 * columns + 0.6, 1.25 * len(maps) + 0.5), layout="constrained")
+    grid = figure.subplots(len(maps), columns, squeeze=False)
+    for row, (name, _), heads in zip(grid, layers, maps, strict=True):
+        limit = max(float(np.abs(heads).max()), 1e-6)
+        for head, axes in enumerate(row):
+            axes.axis("off")
+            if head < len(heads):
+                shown = axes.imshow(heads[head], cmap="RdBu_r", vmin=-limit, vmax=limit)
+                axes.set_title(f"head {head}", fontsize=7, color=INK)
+        row[0].set_title(f"{name.removesuffix('.attn.encoding')}\nhead 0", fontsize=7, color=INK)
+        figure.colorbar(shown, ax=list(row), shrink=0.8).ax.tick_params(labelsize=6)
+    figure.suptitle("bias seen by the query in the middle, for every key", fontsize=9, color=INK)
+    return save(figure, path)
+
+
+def relative_encodings(model: nn.Module) -> list[tuple[str, Encoding]]:
+    """The encodings of a model's attentions by name; the members of a sum count as one."""
+    found: list[tuple[str, Encoding]] = []
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
+        if isinstance(module, Encoding) and module.family not in ("absolute", "none") and not inside:
+            found.append((name, module))
+    return found
+
+
+def readable(path: Path | None) -> str:
+    """A path as short as it can be told: relative to the working folder where it lies inside."""
+    if path is None:
+        return "none"
+    return str(path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path)

@@ -1,0 +1,40 @@
+"""What a task is to the loop, and the tasks by the names that configs use."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import Dataset
+
+if TYPE_CHECKING:
+    from train.config import Config
+
+Records = list[dict[str, Any]]
+
+
+class Task(Protocol):
+    """Owns the model, the data, the loss and the evaluation. The loop knows nothing else about what is learned."""
+
+    model: nn.Module
+    train_data: Dataset[Any]
+    score: str  # the key of `evaluate` that one would show first
+    records_name: str  # where the records are written: predictions.jsonl
+
+    def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The loss of a batch, and further scalars to log."""
+
+    def evaluate(self, model: nn.Module, accelerator: Accelerator) -> tuple[dict[str, Any], Records]:
+        """Metrics over exactly the whole test split, and what they were computed from, one record an example."""
+
+    def pictures(self, folder: Path, records: Records) -> list[Path]:
+        """Draws what was learned, and returns the files."""
+
+
+def create_task(config: "Config") -> Task:
+    from train.tasks.classify import Classify
+
+    tasks: dict[str, Callable[[Config], Task]] = {"classify": Classify}
+    return tasks[config.task](config)
