@@ -57,8 +57,8 @@ class Encoding(nn.Module):
         if not isinstance(positions, Grid):
             raise ValueError(f"{who}: positions={positions!r} must be a Grid, for example Grid(14, 14)")
         for label, size in (("num_heads", num_heads), ("head_dim", head_dim)):
-            if size < 1:
-                raise ValueError(f"{who}: {label}={size} must be at least 1")
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{who}: {label}={size!r} must be a whole number of at least 1")
         if self.axes is not None and positions.num_axes not in self.axes:
             allowed = " or ".join(map(str, self.axes))
             raise ValueError(f"{who}: has no meaning on {positions.num_axes} axes ({positions}), allowed: {allowed}")
@@ -82,6 +82,14 @@ class Encoding(nn.Module):
 
     def set_window_size(self, window_size: tuple[int, ...]) -> None:
         """Tell the encoding that the grid is now this large. Encodings without a size of their own do not care."""
+
+    def _checked_window(self, window_size: tuple[int, ...]) -> Grid:
+        window = Grid(*window_size)
+        if window.num_axes != self.positions.num_axes:
+            raise ValueError(
+                f"{type(self).__name__}: window_size={window_size} must have {self.positions.num_axes} axes"
+            )
+        return window
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters that must not decay: all of them."""
@@ -122,7 +130,7 @@ class Encoding(nn.Module):
         return []
 
     def content(self, q: Tensor, k: Tensor) -> Tensor | None:
-        """Vectors: what is added to the query before content meets content (Transformer-XL); None: nothing."""
+        """Vectors: what is added to the query before content meets content (Transformer-XL), times the strength; None: nothing."""
         return None
 
     # Derived ---------------------------------------------------------------------------------------------------------
@@ -192,7 +200,7 @@ class Term:
         side = side[..., pos.num_prefix_tokens :, :]
         per_bucket = side @ self.vectors.to(side.dtype).transpose(-1, -2)
         total: Tensor | int = 0
-        for index, weight in self._buckets(q_pos, k_pos, side.device):
+        for index, weight in self._buckets(q_pos, k_pos, side):
             rows = index if self.meets == "query" else index.transpose(-1, -2)
             picked = per_bucket.gather(-1, rows.expand(*per_bucket.shape[:-1], rows.shape[-1]))
             picked = picked if self.meets == "query" else picked.transpose(-1, -2)
@@ -203,14 +211,15 @@ class Term:
     def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor:
         weights = weights[..., q_pos.num_prefix_tokens :, k_pos.num_prefix_tokens :]
         per_bucket = weights.new_zeros(*weights.shape[:-1], self.vectors.shape[-2])
-        for index, weight in self._buckets(q_pos, k_pos, weights.device):
+        for index, weight in self._buckets(q_pos, k_pos, weights):
             share = weights * weight.to(weights.dtype)
             per_bucket = per_bucket.scatter_add(-1, index.expand_as(share), share)
         return nn.functional.pad(per_bucket @ self.vectors.to(weights.dtype), (0, 0, q_pos.num_prefix_tokens, 0))
 
-    def _buckets(self, q_pos: Positions, k_pos: Positions, device: torch.device) -> Iterable[tuple[Tensor, Tensor]]:
+    def _buckets(self, q_pos: Positions, k_pos: Positions, like: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
         """Rows (1 or B, 1, Nq, Nk) for the whole offsets around each offset, and their weights."""
-        offsets = q_pos.offsets(k_pos, device=device)
+        device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
+        offsets = q_pos.offsets(k_pos, device=device, dtype=dtype)
         offsets = offsets if offsets.ndim == 4 else offsets[None]
         for whole, weight in corners(offsets):
             yield self.bucket(whole).long().unsqueeze(1), weight.unsqueeze(1)
@@ -412,10 +421,13 @@ class Combined(Encoding):
             dtype=like.dtype,
         )
         self.parts = nn.ModuleList(parts)
-        has_numbers = any(isinstance(part, NumberEncoding) for part in parts)
+        has_numbers = any(_has_numbers(part) for part in parts)
         self.prefix_bias = (
             _new_prefix_bias(self.positions, self.num_heads, like.device, like.dtype) if has_numbers else None
         )
+
+    def terms(self) -> list[Term]:
+        return [term for part in self for term in part.terms()]
 
     def __iter__(self) -> Iterator[Encoding]:
         return (part for part in self.parts if isinstance(part, Encoding))
@@ -437,7 +449,8 @@ class Combined(Encoding):
 
     def embed(self, x: Tensor, pos: Positions) -> Tensor:
         for part in self:
-            x = x + self.strength.to(x.dtype) * (part.embed(x, pos) - x) if part.family == "absolute" else x
+            embedded = part.embed(x, pos)
+            x = x if embedded is x else x + self.strength.to(x.dtype) * (embedded - x)
         return x
 
     def rotate(self, x: Tensor, pos: Positions, role: Role = "query", *, strength: Tensor | float = 1.0) -> Tensor:
@@ -446,11 +459,17 @@ class Combined(Encoding):
         return x
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
-        numbers = [part.at(offsets, query) for part in self if isinstance(part, NumberEncoding)]
-        return torch.stack(numbers).sum(0) if numbers else super().at(offsets, query)
+        total = _sum(part.at(offsets, query) * part.strength for part in self if _has_numbers(part))
+        return super().at(offsets, query) if total is None else total
 
     def content(self, q: Tensor, k: Tensor) -> Tensor | None:
-        return _sum(part.content(q, k) for part in self)
+        total = None
+        for part in self:
+            content = part.content(q, k)
+            if content is not None:
+                content = content * part.strength.to(content.dtype)
+                total = content if total is None else total + content
+        return total
 
     def bias(self, q_pos: Positions, k_pos: Positions) -> Tensor | None:
         total = _sum(part.bias(q_pos, k_pos) for part in self)
@@ -494,6 +513,10 @@ def convert_rotary_layout(
         return x.clone()
     pairs = x.unflatten(0, (num_heads, -1, 2) if source == "interleaved" else (num_heads, 2, -1))
     return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def _has_numbers(encoding: Encoding) -> bool:
+    return any(isinstance(part, NumberEncoding) for part in encoding.modules())
 
 
 def _check_layout(who: str, layout: str) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 
 import torch
 from jaxtyping import Float
@@ -13,19 +12,21 @@ from timm.layers import resize_rel_pos_bias_table
 from torch import Tensor
 
 
-@lru_cache(maxsize=256)
 def resize_matrix(old_size: int, new_size: int, method: str) -> Float[Tensor, "new old"]:
     """What resizes one axis of a lattice: every method in use is linear in the values and works axis by axis.
 
-    float32, on the CPU. Callers leave out a resize in which no axis changes. Where one axis changes and another does not,
-    timm's function still moves the values of the other a little (its spacing is never quite even); so does this one.
+    float32, on the CPU. To be made when a size is set and then kept, never while a model runs: under a tracer (compile,
+    export) it would be a tensor of the tracer. Callers leave out a resize in which no axis changes. Where one axis changes
+    and another does not, timm's function still moves the values of the other a little (its spacing is never quite even);
+    so does this one.
 
     Args:
         method: "timm" for timm's resize_rel_pos_bias_table (sizes odd: 2 * window - 1); "bicubic" for torch's interpolate;
             "antialias" for the same with antialiasing, as timm resamples absolute embeddings.
     """
-    with torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
-        identity = torch.eye(old_size)
+    # real numbers, also while a model is built on the meta device or in inference mode
+    with torch.device("cpu"), torch.inference_mode(False), torch.no_grad(), warnings.catch_warnings():
+        identity = torch.eye(old_size, dtype=torch.float32)
         if method == "timm":
             warnings.simplefilter("ignore", UserWarning)  # timm's interpolation uses a deprecated way to index
             # equal columns, 3 becoming 5, since timm's function wants two axes and does nothing where none changes
@@ -44,12 +45,18 @@ def resize_matrix(old_size: int, new_size: int, method: str) -> Float[Tensor, "n
         return resized[0, :, :, 1].T.contiguous()
 
 
+def resize_matrices(old_sizes: Sequence[int], new_sizes: Sequence[int], method: str) -> tuple[Tensor, ...]:
+    """One `resize_matrix` per axis."""
+    return tuple(resize_matrix(old, new, method) for old, new in zip(old_sizes, new_sizes, strict=True))
+
+
 def resize(values: Float[Tensor, "... channels"], matrices: Sequence[Tensor]) -> Float[Tensor, "... channels"]:
     """Values (*old sizes, channels) on the new lattice (*new sizes, channels), one matrix per axis; at least in float32."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     resized = values.to(dtype)
     for axis, matrix in enumerate(matrices):
-        resized = torch.tensordot(resized, matrix.to(dtype), dims=([axis], [1])).movedim(-1, axis)
+        matrix = matrix.to(device=resized.device, dtype=dtype)
+        resized = torch.tensordot(resized, matrix, dims=([axis], [1])).movedim(-1, axis)
     return resized
 
 

@@ -53,7 +53,7 @@ class Grid:
         if isinstance(num_prefix_tokens, bool) or not isinstance(num_prefix_tokens, Integral) or num_prefix_tokens < 0:
             raise ValueError(f"Grid: num_prefix_tokens={num_prefix_tokens!r} must be a whole number of at least 0")
         steps, origins = _per_axis("step", step, len(shape)), _per_axis("origin", origin, len(shape))
-        if min(steps) <= 0:
+        if any(s <= 0 for s in steps):
             raise ValueError(f"Grid: step={step} must be positive")
         object.__setattr__(self, "shape", tuple(shape))
         object.__setattr__(self, "num_prefix_tokens", num_prefix_tokens)
@@ -179,8 +179,9 @@ class Points:
     def coords(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
     ) -> Float[Tensor, "batch places axes"]:
-        """Coordinates of the tokens that have a place."""
-        return self.places.to(device=device, dtype=dtype)
+        """Coordinates of the tokens that have a place; 0 for padding, whose own may be anything, also NaN."""
+        places = self.places.to(device=device, dtype=dtype)
+        return places if self.valid is None else torch.where(self.valid.to(places.device)[..., None], places, 0)
 
     def offsets(
         self, other: Positions, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -274,9 +275,10 @@ def join(*parts: Positions, packed: bool = False, device: torch.device | str | N
         numbered, next_segment = [], 0
         for p in points:
             own = p.places.new_zeros(p.places.shape[:2], dtype=torch.long) if p.segments is None else p.segments.long()
-            numbered.append(own + next_segment)
-            if packed:
-                next_segment += int(own.max()) + 1
+            if packed and own.numel():
+                own = own - own.min() + next_segment
+                next_segment = int(own.max()) + 1
+            numbered.append(own)
         segments = torch.cat(numbered, dim=1)
     return Points(torch.cat([p.places.to(dtype) for p in points], 1), valid, segments, parts[0].num_prefix_tokens)
 

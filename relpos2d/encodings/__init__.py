@@ -105,6 +105,10 @@ def create_encoding(
                 )
         made = cls(num_heads, head_dim, positions, **options, **sizes)
         return made
+    if not isinstance(encoding, Sequence):
+        raise ValueError(f"create_encoding: {encoding!r} must be a name, a mapping with a name, or a list of these")
+    if not isinstance(positions, Grid):
+        raise ValueError(f"create_encoding: positions={positions!r} must be a Grid, for example Grid(14, 14)")
     strength = options.pop("strength", 1.0)
     if options:
         raise ValueError(f"create_encoding: give the options {sorted(options)} to the members of the list, one by one")

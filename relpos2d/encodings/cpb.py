@@ -50,7 +50,7 @@ class ContinuousBias(NumberEncoding):
                 f"each of the {num_axes} axes, or one for all"
             )
         self.pretrained_window_size = tuple(windows)
-        self.window_size = positions.shape
+        self.set_window_size(positions.shape)
         self.cpb_mlp = nn.Sequential(
             nn.Linear(num_axes, hidden_dim, device=device, dtype=dtype),
             nn.ReLU(),
@@ -67,7 +67,7 @@ class ContinuousBias(NumberEncoding):
                     nn.init.zeros_(layer.bias)
 
     def set_window_size(self, window_size: tuple[int, ...]) -> None:
-        self.window_size = Grid(*window_size).shape
+        self.window_size = self._checked_window(window_size).shape
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
         # as in timm: the first axis decides whether there was a pretrained window

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from relpos2d.encoding import AbsoluteEncoding
-from relpos2d.interpolation import read, resize, resize_matrix
+from relpos2d.interpolation import read, resize, resize_matrices
 from relpos2d.positions import Grid, Positions
 
 
@@ -33,7 +33,7 @@ class Learned(AbsoluteEncoding):
     ) -> None:
         super().__init__(num_heads, head_dim, positions, strength=strength, device=device, dtype=dtype)
         self.pos_embed = nn.Parameter(torch.empty(1, positions.num_tokens, self.embed_dim, device=device, dtype=dtype))
-        self.window_size = positions.shape
+        self.set_window_size(positions.shape)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -41,16 +41,19 @@ class Learned(AbsoluteEncoding):
         nn.init.trunc_normal_(self.pos_embed, std=0.02)
 
     def set_window_size(self, window_size: tuple[int, ...]) -> None:
-        self.window_size = Grid(*window_size).shape
+        self.window = self._checked_window(window_size)
+        self.window_size = self.window.shape
+        keeps = self.window_size == self.positions.shape
+        self.resize_matrices = None if keeps else resize_matrices(self.positions.shape, self.window_size, "antialias")
 
     def vectors(self, pos: Positions, *, device: torch.device, dtype: torch.dtype) -> Tensor:
         num_prefix = self.positions.num_prefix_tokens
         prefix = self.pos_embed[0, :num_prefix].to(dtype)
         values = self.pos_embed[0, num_prefix:].to(dtype).unflatten(0, self.positions.shape)
-        if self.window_size != self.positions.shape:
-            sizes = zip(self.positions.shape, self.window_size, strict=True)
-            values = resize(values, [resize_matrix(old, new, "antialias").to(device) for old, new in sizes])
-        if pos == Grid(*self.window_size, num_prefix_tokens=pos.num_prefix_tokens):
+        if self.resize_matrices is not None:
+            values = resize(values, self.resize_matrices)
+        window = self.window
+        if isinstance(pos, Grid) and (pos.shape, pos.step, pos.origin) == (window.shape, window.step, window.origin):
             vectors = values.flatten(0, -2)
         else:
             vectors = read(values, pos.coords(device=device, dtype=dtype))

@@ -1,5 +1,6 @@
 """Axial rotary encoding: each axis turns its own share of the channels (RoPE arXiv:2104.09864; on images arXiv:2403.13298)."""
 
+import math
 from typing import Any
 
 import torch
@@ -42,8 +43,8 @@ class AxialRope(RotaryEncoding):
         shares = 2 * positions.num_axes
         if head_dim % shares:
             raise ValueError(f"AxialRope: head_dim={head_dim} must be a multiple of {shares}")
-        if theta <= 0:
-            raise ValueError(f"AxialRope: theta={theta} must be positive")
+        if not 0 < theta < math.inf:
+            raise ValueError(f"AxialRope: theta={theta} must be positive and finite")
         self.theta = theta
 
     @property

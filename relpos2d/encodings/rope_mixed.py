@@ -1,5 +1,6 @@
 """Mixed rotary encoding: every pair of channels has a learned direction on the image (arXiv:2403.13298)."""
 
+import math
 from typing import Any
 
 import torch
@@ -43,8 +44,8 @@ class MixedRope(RotaryEncoding):
         shares = 2 * positions.num_axes
         if head_dim % shares:
             raise ValueError(f"MixedRope: head_dim={head_dim} must be a multiple of {shares}")
-        if theta <= 0:
-            raise ValueError(f"MixedRope: theta={theta} must be positive")
+        if not 0 < theta < math.inf:
+            raise ValueError(f"MixedRope: theta={theta} must be positive and finite")
         self.theta = theta
         self.freqs = nn.Parameter(torch.empty(positions.num_axes, num_heads, head_dim // 2, device=device, dtype=dtype))
         self.reset_parameters()

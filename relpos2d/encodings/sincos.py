@@ -1,5 +1,6 @@
 """Fixed sine and cosine embedding of the place (arXiv:1706.03762; on two axes as in timm's build_sincos2d_pos_embed)."""
 
+import math
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ class SinCos(AbsoluteEncoding):
         shares = 2 * positions.num_axes
         if self.embed_dim % shares:
             raise ValueError(f"SinCos: {self.embed_dim} channels (num_heads * head_dim) must be a multiple of {shares}")
-        if theta <= 0:
-            raise ValueError(f"SinCos: theta={theta} must be positive")
+        if not 0 < theta < math.inf:
+            raise ValueError(f"SinCos: theta={theta} must be positive and finite")
         self.theta = theta
 
     def vectors(self, pos: Positions, *, device: torch.device, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from relpos2d.encoding import NumberEncoding
-from relpos2d.interpolation import read, resize, resize_matrix
+from relpos2d.interpolation import read, resize, resize_matrices
 from relpos2d.positions import Grid, Positions
 
 RESIZE_METHODS = ("timm", "bicubic", "clamp")
@@ -47,7 +47,7 @@ class OffsetTable(NumberEncoding):
             raise ValueError(f"OffsetTable: resize={resize!r} must be one of {', '.join(RESIZE_METHODS)}")
         self.resize = resize
         self.table_shape = tuple(2 * size - 1 for size in positions.shape)
-        self.window_size = positions.shape
+        self.set_window_size(positions.shape)
         self.relative_position_bias_table = nn.Parameter(
             torch.empty(math.prod(self.table_shape), num_heads, device=device, dtype=dtype)
         )
@@ -58,14 +58,16 @@ class OffsetTable(NumberEncoding):
         nn.init.trunc_normal_(self.relative_position_bias_table, std=0.02)
 
     def set_window_size(self, window_size: tuple[int, ...]) -> None:
-        self.window_size = Grid(*window_size).shape
+        self.window = self._checked_window(window_size)
+        self.window_size = self.window.shape
+        sizes = tuple(2 * size - 1 for size in self.window_size)
+        keeps = sizes == self.table_shape or self.resize == "clamp"
+        self.resize_matrices = None if keeps else resize_matrices(self.table_shape, sizes, self.resize)
 
     def table(self) -> Tensor:
         """The table (*offsets along each axis, heads) as it is read at the current window."""
         table = self.relative_position_bias_table.unflatten(0, self.table_shape)
-        if self.window_size == self.positions.shape or self.resize == "clamp":
-            return table
-        return resize(table, _matrices(self.table_shape, self.window_size, self.resize, table.device))
+        return table if self.resize_matrices is None else resize(table, self.resize_matrices)
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
         table = self.table()
@@ -73,17 +75,11 @@ class OffsetTable(NumberEncoding):
         return read(table, offsets + centre)
 
     def _numbers(self, q_pos: Positions, k_pos: Positions) -> Tensor:
-        window = Grid(*self.window_size)
-        if (
-            isinstance(q_pos, Grid)
-            and isinstance(k_pos, Grid)
-            and _same_places(q_pos, window)
-            and _same_places(k_pos, window)
-        ):
-            table = self.table()
-            if table.shape[:-1] == window.lattice(window).shape:
+        if _same_places(q_pos, self.window) and _same_places(k_pos, self.window):
+            table, lattice = self.table(), self.window.lattice(self.window)
+            if table.shape[:-1] == lattice.shape:
                 # nothing to look up: the distinct offsets of the window are the table
-                return window.lattice(window).spread(table.movedim(-1, 0))
+                return lattice.spread(table.movedim(-1, 0))
         return super()._numbers(q_pos, k_pos)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -91,11 +87,18 @@ class OffsetTable(NumberEncoding):
         saved = state_dict.get(key)
         if saved is not None:
             own = self.relative_position_bias_table
-            if self.prefix_bias is not None and prefix + "prefix_bias" not in state_dict and len(saved) == len(own) + 3:
-                # BEiT keeps [class -> patch, patch -> class, class -> class] as the last rows of the table
-                saved, state_dict[prefix + "prefix_bias"] = saved[:-3], saved[-3:]
-            if saved.shape != own.shape and saved.shape[1:] == own.shape[1:]:
-                saved = _fit(saved, self.table_shape, "timm" if self.resize == "clamp" else self.resize)
+            if self.prefix_bias is not None and prefix + "prefix_bias" not in state_dict:
+                if len(saved) == len(own) + 3 or _side(len(saved) - 3, len(self.table_shape)) is not None:
+                    # BEiT keeps [class -> patch, patch -> class, class -> class] as the last rows of the table
+                    saved, state_dict[prefix + "prefix_bias"] = saved[:-3], saved[-3:]
+            side = _side(len(saved), len(self.table_shape))
+            # a table of another window is resized; one whose window is unknown is left for the loader to refuse
+            if saved.shape != own.shape and saved.shape[1:] == own.shape[1:] and side is not None:
+                old_shape = (side,) * len(self.table_shape)
+                matrices = resize_matrices(
+                    old_shape, self.table_shape, "timm" if self.resize == "clamp" else self.resize
+                )
+                saved = resize(saved.unflatten(0, old_shape), matrices).flatten(0, -2).to(saved.dtype)
             state_dict[key] = saved
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
@@ -103,20 +106,15 @@ class OffsetTable(NumberEncoding):
         return f"{super().extra_repr()}, window_size={self.window_size}, resize={self.resize!r}"
 
 
-def _same_places(grid: Grid, window: Grid) -> bool:
-    return (grid.shape, grid.step, grid.origin) == (window.shape, window.step, window.origin)
+def _same_places(positions: Positions, window: Grid) -> bool:
+    return isinstance(positions, Grid) and (positions.shape, positions.step, positions.origin) == (
+        window.shape,
+        window.step,
+        window.origin,
+    )
 
 
-def _matrices(table_shape: tuple[int, ...], window_size: tuple[int, ...], method: str, device: Any) -> list[Tensor]:
-    sizes = zip(table_shape, (2 * size - 1 for size in window_size), strict=True)
-    return [resize_matrix(old, new, method).to(device) for old, new in sizes]
-
-
-def _fit(saved: Tensor, table_shape: tuple[int, ...], method: str) -> Tensor:
-    """A saved table of another window, resized to this one; left alone (for the loader to refuse) if its window is unknown."""
-    side = round(len(saved) ** (1 / len(table_shape)))
-    if side ** len(table_shape) != len(saved) or side % 2 == 0:
-        return saved
-    window_size = tuple((size + 1) // 2 for size in table_shape)
-    matrices = _matrices((side,) * len(table_shape), window_size, method, saved.device)
-    return resize(saved.unflatten(0, (side,) * len(table_shape)), matrices).flatten(0, -2).to(saved.dtype)
+def _side(num_rows: int, num_axes: int) -> int | None:
+    """The side of a table of a window with equal sides, None if this number of rows makes no such table."""
+    side = round(max(num_rows, 0) ** (1 / num_axes))
+    return side if side % 2 and side**num_axes == num_rows else None

@@ -1,0 +1,6 @@
+"""swap() for timm models, and registered timm models that take `encoding=...`."""
+
+from relpos2d.backbones import registry
+from relpos2d.backbones.swap import SwapReport, swap
+
+__all__ = ["SwapReport", "registry", "swap"]

@@ -1,0 +1,137 @@
+"""timm models with `encoding=...`, registered under relpos2d_*: built and loaded by timm's own entry points, then swapped."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from timm.models import generate_default_cfgs, load_pretrained, load_state_dict, model_entrypoint, register_model
+from timm.models._registry import get_arch_pretrained_cfgs
+from torch import nn
+
+from relpos2d.backbones.host import Spec, check_sizes
+from relpos2d.backbones.swap import swap
+from relpos2d.encodings import encoding_class, encoding_options
+
+_logger = logging.getLogger(__name__)
+
+#: registered name -> timm's model, and the encoding that leaves it as it is
+SOURCES = {
+    **{f"relpos2d_vit_{size}_patch16_224": (f"vit_{size}_patch16_224", "none") for size in ("tiny", "small", "base")},
+    "relpos2d_deit3_small_patch16_224": ("deit3_small_patch16_224", "none"),
+    **{
+        f"relpos2d_swin_{size}_patch4_window7_224": (f"swin_{size}_patch4_window7_224", "table")
+        for size in ("tiny", "small", "base")
+    },
+    **{
+        f"relpos2d_swinv2_{size}_window8_256": (f"swinv2_{size}_window8_256", "cpb")
+        for size in ("tiny", "small", "base")
+    },
+}
+
+#: options of swap() that go through the arguments of a registered model
+SWAP_OPTIONS = ("absolute", "mask_padding")
+
+
+def _source_cfgs(name: str, source: str) -> dict[str, Any]:
+    """The pretrained configurations of timm's model under our name, hub ids completed to timm's own name first."""
+    cfgs = {}
+    for source_name, cfg in get_arch_pretrained_cfgs(source).items():
+        tag = source_name.removeprefix(source)
+        cfgs[name + tag] = replace(cfg, architecture=name)
+    return cfgs
+
+
+default_cfgs = generate_default_cfgs(
+    {key: cfg for name, (source, _) in SOURCES.items() for key, cfg in _source_cfgs(name, source).items()}
+)
+
+
+def _build(
+    name: str,
+    pretrained: bool = False,
+    *,
+    encoding: Spec | None = None,
+    pretrained_cfg: Any = None,
+    pretrained_cfg_overlay: dict[str, Any] | None = None,
+    pretrained_model_args: dict[str, Any] | None = None,
+    cache_dir: Any = None,
+    **kwargs: Any,
+) -> nn.Module:
+    source, native = SOURCES[name]
+    encoding = native if encoding is None else encoding
+    for size in ("img_size", "patch_size", "window_size"):
+        check_sizes(f"{name}: {size}", kwargs.get(size))
+    known = (
+        encoding_options(encoding_class(encoding if isinstance(encoding, str) else encoding.get("name", "")))
+        if isinstance(encoding, str | Mapping)
+        else {}
+    )
+    options = {key: kwargs.pop(key) for key in list(kwargs) if key in known or key in SWAP_OPTIONS}
+
+    # saved by us: its arguments name the encoding, its weights are those of the swapped model
+    ours = pretrained and "encoding" in (pretrained_model_args or {})
+    cfg = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": pretrained_cfg_overlay, "cache_dir": cache_dir}
+    if pretrained and not ours:
+        _check_weights(name, source, {**_as_dict(pretrained_cfg), **(pretrained_cfg_overlay or {})}, kwargs)
+    model = model_entrypoint(source)(
+        pretrained=pretrained and not ours, pretrained_model_args=pretrained_model_args, **cfg, **kwargs
+    )
+    model = swap(model, encoding, **options)
+    model.pretrained_cfg["architecture"] = name
+    if ours:
+        load_pretrained(
+            model,
+            pretrained_cfg=model.pretrained_cfg,
+            num_classes=getattr(model, "num_classes", 0),
+            in_chans=kwargs.get("in_chans", 3),
+            cache_dir=cache_dir,
+        )
+    return model
+
+
+def _as_dict(pretrained_cfg: Any) -> dict[str, Any]:
+    if pretrained_cfg is None or isinstance(pretrained_cfg, str):
+        return {}
+    return dict(pretrained_cfg) if isinstance(pretrained_cfg, Mapping) else pretrained_cfg.to_dict()
+
+
+def _check_weights(name: str, source: str, cfg: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Refuse a local weight file of another architecture, which timm would load in part or not at all without a word."""
+    weights = cfg.get("state_dict")
+    file = cfg.get("file")
+    if weights is None and file and Path(file).is_file() and not cfg.get("custom_load"):
+        weights = load_state_dict(file)
+    if weights is None:
+        return
+    for key in ("model", "state_dict"):
+        weights = weights.get(key, weights)
+    with_meta = {**kwargs, "device": "meta"}
+    with_meta.pop("features_only", None)
+    with_meta.pop("out_indices", None)
+    expected = model_entrypoint(source)(pretrained=False, **with_meta).state_dict()
+    present = sum(key in weights for key in expected)
+    if present < len(expected) / 2:
+        raise ValueError(
+            f"{name}: the weights in {file or 'state_dict'} are of another architecture: they hold {present} of the "
+            f"{len(expected)} parameters of {source} (theirs begin with {', '.join(list(weights)[:3])})"
+        )
+
+
+def _entry_point(name: str) -> Callable[..., nn.Module]:
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return _build(name, pretrained, **kwargs)
+
+    create.__name__ = create.__qualname__ = name
+    create.__module__ = __name__
+    create.__doc__ = f"timm's {SOURCES[name][0]} with `encoding=...`; by default as timm has it ({SOURCES[name][1]})."
+    return create
+
+
+for _name in SOURCES:
+    globals()[_name] = register_model(_entry_point(_name))
+
+__all__ = ["SOURCES", *SOURCES]

@@ -1,0 +1,214 @@
+"""timm's Swin Transformer (arXiv:2103.14030), and what it shares with Swin V2: windows, shifts and padding."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from timm.layers import PatchEmbed, to_2tuple
+from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, WindowAttention, window_partition
+from torch import Tensor, nn
+
+from relpos2d.attention import attend
+from relpos2d.backbones.host import (
+    Host,
+    HostModel,
+    Spec,
+    exchange_class,
+    find_part,
+    make,
+    native_source,
+    parts_of,
+    silent,
+    split,
+    take_over,
+)
+from relpos2d.backbones.report import SwapReport
+from relpos2d.encoding import Encoding
+from relpos2d.positions import Grid
+
+
+class WindowHost(Host):
+    """What a swapped window attention of either version does: its window is a grid, and its encoding follows it."""
+
+    encoding: Encoding
+
+    window_size: tuple[int, int]
+
+    def set_window_size(self, window_size: tuple[int, int]) -> None:
+        """The window is now this large; the encoding decides how it is read there."""
+        self.window_size = to_2tuple(window_size)
+        self.window_area = self.window_size[0] * self.window_size[1]
+        self.encoding.set_window_size(self.window_size)
+
+    def reset_parameters(self) -> None:
+        """Nothing of its own beyond the encoding, which resets itself."""
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+        """Attention inside windows (windows * B, heads, tokens, head_dim); mask (windows, tokens, tokens)."""
+        if mask is not None:
+            mask = mask.repeat(q.shape[0] // mask.shape[0], 1, 1).unsqueeze(1)
+        dropout_p = self.attn_drop.p if self.training else 0.0  # type: ignore[union-attr]
+        positions = Grid(*self.window_size)
+        out = attend(q, k, v, self.encoding, positions, mask=mask, dropout_p=dropout_p, scale=scale)  # type: ignore[arg-type]
+        out = out.transpose(1, 2).flatten(2)
+        return self.proj_drop(self.proj(out))  # type: ignore[operator]
+
+
+class RelPosWindowAttention(WindowHost, WindowAttention):
+    """timm's WindowAttention with any encoding in place of its table."""
+
+    native_encoding = "table"
+    native_parameters = ("relative_position_bias_table",)
+    derived = ("relative_position_index",)
+
+    def _init_buffers(self) -> None:
+        """No index to build."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        B, N, _ = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        return self._attend(q, k, v, mask, self.scale)
+
+
+class BlockHost(Host):
+    """What a swapped Swin block of either version does: if told so, it hides padding from the tokens of the image."""
+
+    derived = ("attn_mask",)
+
+    mask_padding: bool
+
+    def _attn(self, x: Tensor) -> Tensor:
+        B, H, W, C = x.shape
+        (window_h, window_w), shift = self.window_size, self.shift_size  # type: ignore[misc]
+        pad_h, pad_w = -H % window_h, -W % window_w
+        if not self.mask_padding or not (pad_h or pad_w):
+            return super()._attn(x)  # type: ignore[misc]
+        shifted = torch.roll(x, shifts=(-shift[0], -shift[1]), dims=(1, 2))  # type: ignore[index]
+        shifted = nn.functional.pad(shifted, (0, 0, 0, pad_w, 0, pad_h))
+        windows = window_partition(shifted, self.window_size).flatten(1, 2)
+        out = self.attn(windows, mask=self._region_mask(H, W, x.device))  # type: ignore[operator]
+        rows, columns = (H + pad_h) // window_h, (W + pad_w) // window_w
+        out = out.reshape(B, rows, columns, window_h, window_w, C).transpose(2, 3).reshape(B, H + pad_h, W + pad_w, C)
+        return torch.roll(out[:, :H, :W], shifts=tuple(shift), dims=(1, 2))  # type: ignore[arg-type]
+
+    def _region_mask(self, height: int, width: int, device: torch.device) -> Tensor:
+        """(windows, tokens, tokens), True where both belong to the same region: on the same side of the seam that the shift
+        makes, and not padding."""
+        sides = []
+        for size, window, shift in zip((height, width), self.window_size, self.shift_size, strict=True):  # type: ignore
+            place = torch.arange(-(-size // window) * window, device=device)
+            sides.append(torch.where(place >= size, 2, (place >= size - shift).long()))
+        region = sides[0][:, None] * 3 + sides[1][None, :]
+        region = torch.where((sides[0][:, None] == 2) | (sides[1][None, :] == 2), -1, region)
+        region = window_partition(region[None, :, :, None], self.window_size).flatten(1)  # type: ignore[arg-type]
+        return (region[:, :, None] == region[:, None, :]) & (region[:, None, :] >= 0)
+
+
+class RelPosSwinTransformerBlock(BlockHost, SwinTransformerBlock):
+    """timm's SwinTransformerBlock around a swapped attention."""
+
+
+class RelPosSwinTransformer(HostModel, SwinTransformer):
+    """A swapped SwinTransformer."""
+
+
+class RelPosPatchEmbed(Host, PatchEmbed):
+    """timm's PatchEmbed with an absolute encoding added to its output (B, H, W, C)."""
+
+    encoding: Encoding
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x)
+        _, height, width, _ = x.shape
+        return self.encoding.embed(x.flatten(1, 2), Grid(height, width)).unflatten(1, (height, width))
+
+    def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
+        """As timm's; the encoding learns the new grid."""
+        super().set_input_size(img_size=img_size, patch_size=patch_size)
+        self.encoding.set_window_size(self.grid_size)
+
+
+class SwinFamily:
+    """How to swap a SwinTransformer, or a feature extractor made from one."""
+
+    name = "swin"
+    description = "swin_* (SwinTransformer)"
+    attention: ClassVar[tuple[type, type]] = (WindowAttention, RelPosWindowAttention)
+    block: ClassVar[tuple[type, type]] = (SwinTransformerBlock, RelPosSwinTransformerBlock)
+    model: ClassVar[tuple[type, type]] = (SwinTransformer, RelPosSwinTransformer)
+
+    @classmethod
+    def matches(cls, model: nn.Module) -> bool:
+        return any(type(module) in cls.attention for module in model.modules())
+
+    @classmethod
+    def defaults(cls, spec: Spec, attention: Any) -> Spec:
+        """What the host knows and the encoding needs to agree with the native one."""
+        return spec
+
+    @classmethod
+    def swap(cls, model: Any, spec: Spec, *, absolute: str | None, mask_padding: bool) -> SwapReport:
+        if absolute not in (None, "keep"):
+            raise ValueError(f"swap: absolute={absolute!r}, but a {cls.name} model has no absolute position embedding")
+        absolute_spec, relative_spec = split(spec)
+        native_name = cls.attention[1].native_encoding
+        blocks = [module for module in model.modules() if type(module) in cls.block]
+        prepared = []
+        for block in blocks:
+            attention = block.attn
+            source = native_source(attention, native_name, cls.attention[1].native_parameters)
+            head_dim = attention.qkv.out_features // (3 * attention.num_heads)
+            attention_spec = cls.defaults(relative_spec or "none", attention)
+            grid = Grid(*attention.window_size)
+            encoding = make(attention_spec, attention.num_heads, head_dim, grid, attention.qkv.weight)
+            prepared.append((block, encoding, take_over(encoding, native_name, source)))
+        embedding = None
+        if absolute_spec is not None:
+            embed = model.patch_embed
+            embedding = make(absolute_spec, 1, embed.proj.out_channels, Grid(*embed.grid_size), embed.proj.weight)
+
+        # nothing is touched before this line, so a refused swap leaves the model as it was
+        for block, encoding, _ in prepared:
+            attention = block.attn
+            for name in ("relative_position_index", "relative_coords_table"):
+                attention._buffers.pop(name, None)
+                attention._non_persistent_buffers_set.discard(name)
+            for name in {path.split(".")[0] for path in cls.attention[1].native_parameters}:
+                attention._parameters.pop(name, None)
+                attention._modules.pop(name, None)
+            attention.encoding = encoding
+            exchange_class(attention, cls.attention[1])
+            exchange_class(block, cls.block[1])
+            block.mask_padding = mask_padding
+        embed = model.patch_embed
+        if embedding is not None:
+            embed.encoding = embedding
+            exchange_class(embed, RelPosPatchEmbed)
+        elif isinstance(embed, RelPosPatchEmbed):
+            del embed.encoding
+            embed.__class__ = PatchEmbed
+        if type(model) in cls.model:
+            exchange_class(model, cls.model[1])
+        model.train(model.training)
+
+        taken = all(taken_over for *_, taken_over in prepared)
+        native_whole = taken and all(cls._native_whole(encoding, native_name) for _, encoding, _ in prepared)
+        return SwapReport(
+            family=cls.name,
+            encoding=spec,
+            absolute="none to keep",
+            num_attentions=len(prepared),
+            taken_over=list(cls.attention[1].native_parameters) if taken else [],
+            same_function=native_whole and (embedding is None or silent(embedding)) and not mask_padding,
+        )
+
+    @staticmethod
+    def _native_whole(encoding: Encoding, native_name: str) -> bool:
+        """Whether the native part is felt wholly and the others not at all."""
+        found = find_part(encoding, native_name)
+        assert found is not None
+        if encoding.strength.is_meta:
+            return False
+        others = [part for part in parts_of(encoding) if part is not found[1]]
+        return bool(encoding.strength == 1) and bool(found[1].strength == 1) and all(silent(part) for part in others)

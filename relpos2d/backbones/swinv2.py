@@ -1,0 +1,61 @@
+"""timm's Swin Transformer V2 (arXiv:2111.09883): cosine attention with a learned temperature and a continuous bias."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block, WindowAttention
+from torch import Tensor
+from torch.nn import functional as F
+
+from relpos2d.backbones.host import HostModel, Spec, with_default
+from relpos2d.backbones.swin import BlockHost, SwinFamily, WindowHost
+
+
+class RelPosWindowAttentionV2(WindowHost, WindowAttention):
+    """timm's WindowAttention of V2 with any encoding in place of its bias; cosine attention folds logit_scale into q."""
+
+    native_encoding = "cpb"
+    native_parameters = ("cpb_mlp.0.weight", "cpb_mlp.0.bias", "cpb_mlp.2.weight")
+    derived = ("relative_position_index", "relative_coords_table")
+
+    def _init_buffers(self) -> None:
+        if self.k_bias is not None:
+            self.k_bias.zero_()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        B, N, _ = x.shape
+        if self.q_bias is None:
+            qkv = self.qkv(x)
+        else:
+            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+            qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
+        q, k, v = qkv.reshape(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        temperature = self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
+        q = (F.normalize(q, dim=-1) * temperature).to(v.dtype)
+        k = F.normalize(k, dim=-1).to(v.dtype)
+        return self._attend(q, k, v, mask, 1.0)
+
+
+class RelPosSwinTransformerV2Block(BlockHost, SwinTransformerV2Block):
+    """timm's SwinTransformerV2Block around a swapped attention."""
+
+
+class RelPosSwinTransformerV2(HostModel, SwinTransformerV2):
+    """A swapped SwinTransformerV2."""
+
+
+class SwinV2Family(SwinFamily):
+    """How to swap a SwinTransformerV2, or a feature extractor made from one."""
+
+    name = "swinv2"
+    description = "swinv2_* (SwinTransformerV2)"
+    attention: ClassVar[tuple[type, type]] = (WindowAttention, RelPosWindowAttentionV2)
+    block: ClassVar[tuple[type, type]] = (SwinTransformerV2Block, RelPosSwinTransformerV2Block)
+    model: ClassVar[tuple[type, type]] = (SwinTransformerV2, RelPosSwinTransformerV2)
+
+    @classmethod
+    def defaults(cls, spec: Spec, attention: Any) -> Spec:
+        return with_default(spec, "cpb", pretrained_window_size=tuple(attention.pretrained_window_size))

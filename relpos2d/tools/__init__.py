@@ -1,0 +1,1 @@
+"""Tools around encodings: `check` (is it really relative?) and `plot` (what it makes of each offset)."""
