@@ -33,7 +33,11 @@ class WindowHost(Host):
 
     encoding: Encoding
 
+    # timm's
     window_size: tuple[int, int]
+    attn_drop: nn.Dropout
+    proj: nn.Linear
+    proj_drop: nn.Dropout
 
     def set_window_size(self, window_size: tuple[int, int]) -> None:
         """The window is now this large; the encoding decides how it is read there."""
@@ -48,11 +52,11 @@ class WindowHost(Host):
         """Attention inside windows (windows * B, heads, tokens, head_dim); mask (windows, tokens, tokens)."""
         if mask is not None:
             mask = mask.repeat(q.shape[0] // mask.shape[0], 1, 1).unsqueeze(1)
-        dropout_p = self.attn_drop.p if self.training else 0.0  # type: ignore[union-attr]
+        dropout_p = self.attn_drop.p if self.training else 0.0
         positions = Grid(*self.window_size)
-        out = attend(q, k, v, self.encoding, positions, mask=mask, dropout_p=dropout_p, scale=scale)  # type: ignore[arg-type]
+        out = attend(q, k, v, self.encoding, positions, mask=mask, dropout_p=dropout_p, scale=scale)
         out = out.transpose(1, 2).flatten(2)
-        return self.proj_drop(self.proj(out))  # type: ignore[operator]
+        return self.proj_drop(self.proj(out))
 
 
 class RelPosWindowAttention(WindowHost, WindowAttention):
@@ -78,30 +82,35 @@ class BlockHost(Host):
 
     mask_padding: bool
 
+    # timm's
+    window_size: tuple[int, int]
+    shift_size: tuple[int, int]
+    attn: Any
+
     def _attn(self, x: Tensor) -> Tensor:
         B, H, W, C = x.shape
-        (window_h, window_w), shift = self.window_size, self.shift_size  # type: ignore[misc]
+        (window_h, window_w), shift = self.window_size, self.shift_size
         pad_h, pad_w = -H % window_h, -W % window_w
         if not self.mask_padding or not (pad_h or pad_w):
             return super()._attn(x)  # type: ignore[misc]
-        shifted = torch.roll(x, shifts=(-shift[0], -shift[1]), dims=(1, 2))  # type: ignore[index]
+        shifted = torch.roll(x, shifts=(-shift[0], -shift[1]), dims=(1, 2))
         shifted = nn.functional.pad(shifted, (0, 0, 0, pad_w, 0, pad_h))
         windows = window_partition(shifted, self.window_size).flatten(1, 2)
-        out = self.attn(windows, mask=self._region_mask(H, W, x.device))  # type: ignore[operator]
+        out = self.attn(windows, mask=self._region_mask(H, W, x.device))
         rows, columns = (H + pad_h) // window_h, (W + pad_w) // window_w
         out = out.reshape(B, rows, columns, window_h, window_w, C).transpose(2, 3).reshape(B, H + pad_h, W + pad_w, C)
-        return torch.roll(out[:, :H, :W], shifts=tuple(shift), dims=(1, 2))  # type: ignore[arg-type]
+        return torch.roll(out[:, :H, :W], shifts=tuple(shift), dims=(1, 2))
 
     def _region_mask(self, height: int, width: int, device: torch.device) -> Tensor:
         """(windows, tokens, tokens), True where both belong to the same region: on the same side of the seam that the shift
         makes, and not padding."""
         sides = []
-        for size, window, shift in zip((height, width), self.window_size, self.shift_size, strict=True):  # type: ignore
+        for size, window, shift in zip((height, width), self.window_size, self.shift_size, strict=True):
             place = torch.arange(-(-size // window) * window, device=device)
             sides.append(torch.where(place >= size, 2, (place >= size - shift).long()))
         region = sides[0][:, None] * 3 + sides[1][None, :]
         region = torch.where((sides[0][:, None] == 2) | (sides[1][None, :] == 2), -1, region)
-        region = window_partition(region[None, :, :, None], self.window_size).flatten(1)  # type: ignore[arg-type]
+        region = window_partition(region[None, :, :, None], self.window_size).flatten(1)
         return (region[:, :, None] == region[:, None, :]) & (region[:, None, :] >= 0)
 
 
@@ -134,9 +143,10 @@ class SwinFamily:
 
     name = "swin"
     description = "swin_* (SwinTransformer)"
-    attention: ClassVar[tuple[type, type]] = (WindowAttention, RelPosWindowAttention)
-    block: ClassVar[tuple[type, type]] = (SwinTransformerBlock, RelPosSwinTransformerBlock)
-    model: ClassVar[tuple[type, type]] = (SwinTransformer, RelPosSwinTransformer)
+    # timm's class and ours
+    attention: ClassVar[tuple[type[nn.Module], type[Host]]] = (WindowAttention, RelPosWindowAttention)
+    block: ClassVar[tuple[type[nn.Module], type[Host]]] = (SwinTransformerBlock, RelPosSwinTransformerBlock)
+    model: ClassVar[tuple[type[nn.Module], type[HostModel]]] = (SwinTransformer, RelPosSwinTransformer)
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
@@ -187,7 +197,7 @@ class SwinFamily:
             exchange_class(embed, RelPosPatchEmbed)
         elif isinstance(embed, RelPosPatchEmbed):
             del embed.encoding
-            embed.__class__ = PatchEmbed
+            embed.__class__ = PatchEmbed  # type: ignore[assignment]
         if type(model) in cls.model:
             exchange_class(model, cls.model[1])
         model.train(model.training)

@@ -7,10 +7,10 @@ from typing import Any, ClassVar
 
 import torch
 from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block, WindowAttention
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from relpos2d.backbones.host import HostModel, Spec, with_default
+from relpos2d.backbones.host import Host, HostModel, Spec, with_default
 from relpos2d.backbones.swin import BlockHost, SwinFamily, WindowHost
 
 
@@ -30,6 +30,7 @@ class RelPosWindowAttentionV2(WindowHost, WindowAttention):
         if self.q_bias is None:
             qkv = self.qkv(x)
         else:
+            assert self.k_bias is not None
             bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
             qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
         q, k, v = qkv.reshape(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
@@ -52,9 +53,9 @@ class SwinV2Family(SwinFamily):
 
     name = "swinv2"
     description = "swinv2_* (SwinTransformerV2)"
-    attention: ClassVar[tuple[type, type]] = (WindowAttention, RelPosWindowAttentionV2)
-    block: ClassVar[tuple[type, type]] = (SwinTransformerV2Block, RelPosSwinTransformerV2Block)
-    model: ClassVar[tuple[type, type]] = (SwinTransformerV2, RelPosSwinTransformerV2)
+    attention: ClassVar[tuple[type[nn.Module], type[Host]]] = (WindowAttention, RelPosWindowAttentionV2)
+    block: ClassVar[tuple[type[nn.Module], type[Host]]] = (SwinTransformerV2Block, RelPosSwinTransformerV2Block)
+    model: ClassVar[tuple[type[nn.Module], type[HostModel]]] = (SwinTransformerV2, RelPosSwinTransformerV2)
 
     @classmethod
     def defaults(cls, spec: Spec, attention: Any) -> Spec:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
-from timm.layers import Attention, PatchDropout, PatchDropoutWithIndices
+from timm.layers import Attention, PatchDropout, PatchDropoutWithIndices, PatchEmbed
 from timm.models import checkpoint
 from timm.models.deit import VisionTransformerDistilled
 from timm.models.vision_transformer import Block, VisionTransformer
@@ -82,8 +82,14 @@ class PositionHost(Host, HostModel):
     absolute_strength: Tensor | None  # scales pos_embed where it is to fade
     drop_patches: nn.Module | None
 
+    # timm's
+    blocks: Any
+    patch_embed: PatchEmbed
+    pos_embed: nn.Parameter | None
+    num_prefix_tokens: int
+
     def _pos_embed(self, x: Tensor) -> Tensor:
-        height, width = x.shape[1:3] if self.dynamic_img_size else self.patch_embed.grid_size  # type: ignore[misc, union-attr]
+        height, width = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
         grid = Grid(height, width, num_prefix_tokens=self.num_prefix_tokens)
         tokens = super()._pos_embed(x)  # type: ignore[misc]
         if self.absolute_strength is not None:
@@ -106,14 +112,14 @@ class PositionHost(Host, HostModel):
         return [token.expand(batch_size, -1, -1) for token in tokens if token is not None]
 
     def _set_positions(self, positions: Positions) -> None:
-        for block in self.blocks:  # type: ignore[union-attr]
+        for block in self.blocks:
             if block.positions is not positions and block.positions != positions:
                 block.positions = positions
 
     def set_input_size(self, img_size: Any = None, patch_size: Any = None) -> None:
         """As timm's; the encodings learn the new grid."""
         super().set_input_size(img_size=img_size, patch_size=patch_size)  # type: ignore[misc]
-        grid = Grid(*self.patch_embed.grid_size, num_prefix_tokens=self.num_prefix_tokens)  # type: ignore[union-attr, misc]
+        grid = Grid(*self.patch_embed.grid_size, num_prefix_tokens=self.num_prefix_tokens)
         self._set_positions(grid)
         for module in self.modules():
             if isinstance(module, Encoding):
@@ -123,7 +129,7 @@ class PositionHost(Host, HostModel):
         """As timm's, block by block; each block checkpoints itself (see RelPosBlock)."""
         super().set_grad_checkpointing(enable)  # type: ignore[misc]
         self.grad_checkpointing = False
-        for block in self.blocks:  # type: ignore[union-attr]
+        for block in self.blocks:
             block.grad_checkpointing = enable
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
@@ -163,7 +169,7 @@ class VitFamily:
     def matches(model: nn.Module) -> bool:
         return type(model) in (*SWAPPED, *SWAPPED.values()) and all(
             type(block) in (Block, RelPosBlock) and type(block.attn) in (Attention, RelPosAttention)
-            for block in model.blocks  # type: ignore[union-attr]
+            for block in cast(Any, model).blocks
         )
 
     @staticmethod
