@@ -356,6 +356,11 @@ class RotaryEncoding(Encoding):
         *,
         strength: Tensor | float = 1.0,
     ) -> Float[Tensor, "batch heads tokens head_dim"]:
+        if x.shape[-2] != pos.num_tokens or x.shape[-1] != self.head_dim:
+            raise ValueError(
+                f"{type(self).__name__}: x has {x.shape[-2]} tokens of {x.shape[-1]} channels, the positions {pos} and the "
+                f"encoding allow {pos.num_tokens} tokens of {self.head_dim} channels"
+            )
         # angles grow with the place: in half precision neighbours far from the origin would merge
         dtype = torch.promote_types(x.dtype, torch.float32)
         angles = self.angles(pos.coords(device=x.device, dtype=dtype)) * (self.strength.to(dtype) * strength)

@@ -50,8 +50,7 @@ class Grid:
         for size in shape:
             if isinstance(size, bool) or not isinstance(size, Integral | torch.SymInt) or size < 1:
                 raise ValueError(f"Grid: shape={shape} must hold whole numbers of at least 1")
-        if isinstance(num_prefix_tokens, bool) or not isinstance(num_prefix_tokens, Integral) or num_prefix_tokens < 0:
-            raise ValueError(f"Grid: num_prefix_tokens={num_prefix_tokens!r} must be a whole number of at least 0")
+        _check_prefix("Grid", num_prefix_tokens)
         steps, origins = _per_axis("step", step, len(shape)), _per_axis("origin", origin, len(shape))
         if any(s <= 0 for s in steps):
             raise ValueError(f"Grid: step={step} must be positive")
@@ -159,8 +158,9 @@ class Points:
                 )
         if self.valid is not None and self.valid.dtype != torch.bool:
             raise ValueError(f"Points: valid is {self.valid.dtype}, allowed is bool")
-        if self.num_prefix_tokens < 0:
-            raise ValueError(f"Points: num_prefix_tokens={self.num_prefix_tokens} must be at least 0")
+        if self.segments is not None and (self.segments.is_floating_point() or self.segments.dtype == torch.bool):
+            raise ValueError(f"Points: segments is {self.segments.dtype}, allowed are whole numbers")
+        _check_prefix("Points", self.num_prefix_tokens)
 
     @property
     def num_axes(self) -> int:
@@ -341,6 +341,11 @@ def _check_axes(queries: Positions, keys: Positions) -> None:
         raise ValueError(f"offsets: {queries.num_axes} axes against {keys.num_axes}; both sides need the same axes")
 
 
+def _check_prefix(who: str, num_prefix_tokens: int) -> None:
+    if isinstance(num_prefix_tokens, bool) or not isinstance(num_prefix_tokens, Integral) or num_prefix_tokens < 0:
+        raise ValueError(f"{who}: num_prefix_tokens={num_prefix_tokens!r} must be a whole number of at least 0")
+
+
 def _common_measure(a: Fraction, b: Fraction) -> Fraction:
     """The largest step of which both steps are whole multiples."""
     denominator = a.denominator * b.denominator
@@ -351,5 +356,7 @@ def _per_axis(name: str, value: Number | Sequence[Number], num_axes: int) -> tup
     values = tuple(value) if isinstance(value, Sequence) else (value,) * num_axes
     if len(values) != num_axes:
         raise ValueError(f"Grid: {name}={value} has {len(values)} entries, the shape has {num_axes} axes")
+    if any(isinstance(v, float) and not math.isfinite(v) for v in values):
+        raise ValueError(f"Grid: {name}={value} must be finite")
     # the decimal digits of a float are what was meant: 0.1 is 1/10 and not 3602879701896397/36028797018963968
     return tuple(Fraction(str(v)) if isinstance(v, float) else Fraction(v) for v in values)

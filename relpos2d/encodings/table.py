@@ -86,18 +86,17 @@ class OffsetTable(NumberEncoding):
         key = prefix + "relative_position_bias_table"
         saved = state_dict.get(key)
         if saved is not None:
-            own = self.relative_position_bias_table
-            if self.prefix_bias is not None and prefix + "prefix_bias" not in state_dict:
-                if len(saved) == len(own) + 3 or _side(len(saved) - 3, len(self.table_shape)) is not None:
-                    # BEiT keeps [class -> patch, patch -> class, class -> class] as the last rows of the table
-                    saved, state_dict[prefix + "prefix_bias"] = saved[:-3], saved[-3:]
-            side = _side(len(saved), len(self.table_shape))
+            own, num_axes = self.relative_position_bias_table, len(self.table_shape)
+            holds_prefix = len(saved) == len(own) + 3 or _side(len(saved) - 3, num_axes) is not None
+            if self.prefix_bias is not None and prefix + "prefix_bias" not in state_dict and holds_prefix:
+                # BEiT keeps [class -> patch, patch -> class, class -> class] as the last rows of the table
+                saved, state_dict[prefix + "prefix_bias"] = saved[:-3], saved[-3:]
+            side = _side(len(saved), num_axes)
             # a table of another window is resized; one whose window is unknown is left for the loader to refuse
             if saved.shape != own.shape and saved.shape[1:] == own.shape[1:] and side is not None:
-                old_shape = (side,) * len(self.table_shape)
-                matrices = resize_matrices(
-                    old_shape, self.table_shape, "timm" if self.resize == "clamp" else self.resize
-                )
+                old_shape = (side,) * num_axes
+                method = "timm" if self.resize == "clamp" else self.resize
+                matrices = resize_matrices(old_shape, self.table_shape, method)
                 saved = resize(saved.unflatten(0, old_shape), matrices).flatten(0, -2).to(saved.dtype)
             state_dict[key] = saved
         super()._load_from_state_dict(state_dict, prefix, *rest)
