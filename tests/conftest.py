@@ -1,0 +1,28 @@
+"""What holds for every test: a fixed seed before it, and nothing of the compiler or of torch's switches left after it."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(20260)
+
+
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """torch.empty gives memory filled with NaN, so that a value nobody has set shows."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
