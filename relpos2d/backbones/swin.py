@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import torch
 from timm.layers import PatchEmbed, to_2tuple
+from timm.models import FeatureDictNet
 from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, WindowAttention, window_partition
 from torch import Tensor, nn
 
@@ -45,9 +46,6 @@ class WindowHost(Host):
         self.window_area = self.window_size[0] * self.window_size[1]
         self.encoding.set_window_size(self.window_size)
 
-    def reset_parameters(self) -> None:
-        """Nothing of its own beyond the encoding, which resets itself."""
-
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
         """Attention inside windows (windows * B, heads, tokens, head_dim); mask (windows, tokens, tokens)."""
         if mask is not None:
@@ -66,8 +64,11 @@ class RelPosWindowAttention(WindowHost, WindowAttention):
     native_parameters = ("relative_position_bias_table",)
     derived = ("relative_position_index",)
 
+    def reset_parameters(self) -> None:
+        """Nothing to draw or build: the table is the encoding's, and there is no index."""
+
     def _init_buffers(self) -> None:
-        """No index to build."""
+        """As reset_parameters."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         B, N, _ = x.shape
@@ -150,7 +151,9 @@ class SwinFamily:
 
     @classmethod
     def matches(cls, model: nn.Module) -> bool:
-        return any(type(module) in cls.attention for module in model.modules())
+        if type(model) in cls.model:
+            return True
+        return isinstance(model, FeatureDictNet) and any(type(module) in cls.block for module in model.modules())
 
     @classmethod
     def defaults(cls, spec: Spec, attention: Any) -> Spec:
