@@ -15,7 +15,7 @@ import relpos2d
 from train import report
 from train.config import Config, Encoding
 from train.data import Images
-from train.data.stream import test_batches
+from train.data.stream import evaluation_batches
 from train.tasks import Records
 
 
@@ -42,7 +42,7 @@ class Classify:
         model.eval()
         records: Records = []
         share = (accelerator.process_index, accelerator.num_processes)
-        for indices, batch in test_batches(self.images.test, self.batch_size, self.num_workers, *share):
+        for indices, batch in evaluation_batches(self.images.test, self.batch_size, self.num_workers, *share):
             images, labels = send_to_device(batch, accelerator.device)
             log_probabilities = F.log_softmax(model(images).float(), dim=1)
             best, predictions = log_probabilities.max(dim=1)

@@ -1,0 +1,58 @@
+"""Digits for the tests of the trainer: drawn by us, so that only tests that say so need pip."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw
+
+from train.data.fetch import fetch_digits
+
+SEGMENTS = {  # which of the seven bars of a digital clock a digit lights
+    0: "abcdef", 1: "bc", 2: "abdeg", 3: "abcdg", 4: "bcfg", 5: "acdfg", 6: "acdefg", 7: "abc", 8: "abcdefg", 9: "abcdfg"
+}  # fmt: skip
+BARS = {
+    "a": (8, 4, 20, 4), "b": (20, 4, 20, 14), "c": (20, 14, 20, 24), "d": (8, 24, 20, 24),
+    "e": (8, 14, 8, 24), "f": (8, 4, 8, 14), "g": (8, 14, 20, 14),
+}  # fmt: skip
+
+
+def drawn_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
+    image = Image.new("L", (28, 28))
+    pen = ImageDraw.Draw(image)
+    shift = rng.integers(-2, 3, size=2).tolist() * 2
+    for bar in SEGMENTS[digit]:
+        pen.line(
+            [edge + move for edge, move in zip(BARS[bar], shift, strict=True)],
+            fill=int(rng.integers(160, 256)),
+            width=3,
+        )
+    return np.asarray(image)
+
+
+@pytest.fixture(scope="session")
+def digits_csv(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A csv of 200 drawn digits in the format of the real ones."""
+    rng = np.random.default_rng(0)
+    rows = [[*drawn_digit(digit, rng).ravel().tolist(), digit] for digit in list(range(10)) * 20]
+    path = tmp_path_factory.mktemp("digits") / "digits.csv"
+    np.savetxt(path, rows, fmt="%d", delimiter=",")
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def real_digits() -> Path:
+    """The real 5,000, through pip."""
+    return fetch_digits()
+
+
+@pytest.fixture
+def image_folders(tmp_path: Path) -> Path:
+    """train/ with classes a, b, c and val/ with a and c only; each class has a colour of its own."""
+    colours = {"a": (200, 30, 30), "b": (30, 200, 30), "c": (30, 30, 200)}
+    for split, classes in (("train", "abc"), ("val", "ac")):
+        for name in classes:
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(4):
+                Image.new("RGB", (40, 30), colours[name]).save(tmp_path / split / name / f"{number}.png")
+    return tmp_path
