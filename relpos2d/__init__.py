@@ -5,8 +5,11 @@ from relpos2d.backbones import SwapReport, swap
 from relpos2d.encoding import Combined, Encoding, NumberEncoding, RotaryEncoding, convert_rotary_layout
 from relpos2d.encodings import create_encoding, list_encodings, register_encoding
 from relpos2d.positions import Grid, Points, join
+from relpos2d.tools.check import CheckError, CheckReport, check
 
 __all__ = [
+    "CheckError",
+    "CheckReport",
     "Combined",
     "Encoding",
     "Grid",
@@ -15,6 +18,7 @@ __all__ = [
     "RotaryEncoding",
     "SwapReport",
     "attend",
+    "check",
     "convert_rotary_layout",
     "create_encoding",
     "join",

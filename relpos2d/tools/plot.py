@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ def bias_map(encoding: Encoding, grid: Grid) -> Float[Tensor, "heads *shape"]:
     Raises:
         ValueError: an absolute encoding, which has no map of offsets, or a grid with other axes.
     """
-    if any(getattr(module, "family", "") == "absolute" for module in encoding.modules()):
+    if not _is_relative(encoding):
         raise ValueError(
             f"bias_map: {type(encoding).__name__} is absolute; it adds to the tokens and has no map of offsets"
         )
@@ -99,17 +99,16 @@ def plot_maps(
     if not layers:
         raise ValueError("plot_maps: there is no relative encoding to draw; swap() puts one into a model")
     chosen = _spread_evenly(list(layers.items()), max_layers)
-    rows = [(name, layer, _as_images(bias_map(layer, grid or _own_grid(layer)))) for name, layer in chosen]
-    num_columns = min(max_heads, max(len(images) for _, _, images in rows))
+    rows = [(name, _as_images(bias_map(layer, grid or _own_grid(layer)))) for name, layer in chosen]
+    num_columns = min(max_heads, max(len(images) for _, images in rows))
     panel_width = 1.35
-    heights = [min(2.4, max(0.45, panel_width * images.shape[1] / images.shape[2])) for _, _, images in rows]
+    heights = [min(2.4, max(0.45, panel_width * images.shape[1] / images.shape[2])) for _, images in rows]
     figure = figure_class(
-        figsize=(1.3 + panel_width * num_columns + 0.9, sum(heights) + 0.42 * len(rows) + 0.5),
+        figsize=(1.3 + panel_width * num_columns + 0.9, sum(heights) + 0.3 * len(rows) + (0.35 if title else 0.1)),
         layout="constrained",
     )
-    figure.get_layout_engine().set(w_pad=0.03, h_pad=0.03)
     axes = figure.subplots(len(rows), num_columns, squeeze=False, height_ratios=heights)
-    for row, (name, layer, images) in enumerate(rows):
+    for row, (name, images) in enumerate(rows):
         num_heads, scale = len(images), _colour_scale(images)
         for head, panel in enumerate(axes[row]):
             if head >= num_heads:
@@ -119,7 +118,7 @@ def plot_maps(
             panel.set_title(f"head {head}", fontsize=7, color=MUTED, pad=2)
         label = name if num_heads <= num_columns else f"{name}\n{num_columns} of {num_heads} heads"
         axes[row, 0].set_ylabel(label, fontsize=7.5, color=INK, rotation=0, ha="right", va="center", labelpad=6)
-        _colour_bar(figure, image, list(axes[row]), aspect=max(6, 14 * heights[row]))
+        _colour_bar(figure, image, list(axes[row]), aspect=max(5, 9 * heights[row]), shrink=0.9)
     if len(layers) > len(chosen):
         title = f"{title}  ({len(chosen)} of {len(layers)} layers)".strip()
     if title:
@@ -127,7 +126,7 @@ def plot_maps(
     figure.savefig(path, dpi=160)
 
 
-def plot_encodings(path: str | Path, *, grid: Grid | None = None, seed: int = 2) -> None:
+def plot_encodings(path: str | Path, *, grid: Grid | None = None, seed: int = 4) -> None:
     """Draw three encodings side by side, four heads each: ALiBi, a continuous bias and a mixed rotation.
 
     Parameters are drawn so that heads differ as they do after training; fresh ones would be nearly flat.
@@ -149,8 +148,8 @@ def plot_encodings(path: str | Path, *, grid: Grid | None = None, seed: int = 2)
         cpb = create_encoding("cpb", 4, 32, grid, hidden_dim=64)
         rope_mixed = create_encoding("rope_mixed", 4, 32, grid)
         with torch.no_grad():
-            for parameter in cpb.parameters():
-                parameter.copy_(torch.randn_like(parameter) * (1.0 if parameter.ndim == 1 else 0.45))
+            for parameter, spread in zip(cpb.parameters(), (2.5, 1.5, 0.12), strict=True):
+                parameter.copy_(torch.randn_like(parameter) * spread)
             for parameter in rope_mixed.parameters():
                 parameter.copy_(torch.randn_like(parameter) * 0.28)
     blocks = (
@@ -158,15 +157,16 @@ def plot_encodings(path: str | Path, *, grid: Grid | None = None, seed: int = 2)
         (cpb, "cpb: a learned number", "an MLP of the log offset"),
         (rope_mixed, "rope_mixed: a rotation", "q and k turn along learned directions"),
     )
-    figure = figure_class(figsize=(11, 3.55), layout="constrained")
-    for block, (encoding, title, subtitle) in zip(figure.subfigures(1, 3, wspace=0.04), blocks, strict=True):
+    figure = figure_class(figsize=(11, 3.3), layout="constrained")
+    parts: Any = figure.subfigures(1, 3, wspace=0.04)
+    for block, (encoding, title, subtitle) in zip(parts, blocks, strict=True):
         images = _as_images(bias_map(encoding, grid))[:4]
         scale = _colour_scale(images)
         axes = block.subplots(2, 2)
         for panel, image in zip(axes.flat, images, strict=True):
             drawn = _draw(panel, image, scale)
         block.suptitle(title, fontsize=11, color=INK, fontweight="bold")
-        bar = _colour_bar(block, drawn, list(axes.flat), location="bottom", aspect=36)
+        bar = _colour_bar(block, drawn, list(axes.flat), location="bottom", aspect=36, shrink=0.94)
         bar.set_label(subtitle, fontsize=9, color=MUTED)
     figure.savefig(path, dpi=160)
 
@@ -181,19 +181,20 @@ def _matplotlib_figure(who: str) -> type[Figure]:
 
 
 def _layers(source: nn.Module | Sequence[Encoding] | Mapping[str, Encoding]) -> dict[str, Encoding]:
-    """Relative encodings by name; those inside a Combined one belong to it."""
-    found: Iterable[tuple[str, Any]]
+    """Encodings by name; of a model the relative ones, without those that are parts of a Combined one."""
     if isinstance(source, Encoding):
-        found = [(_label(source), source)]
-    elif isinstance(source, nn.Module):
-        found = [(name.removesuffix(".encoding"), module) for name, module in source.named_modules()]
-        inside = {id(part) for _, m in found if isinstance(m, Combined) for part in m.modules() if part is not m}
-        found = [(name, module) for name, module in found if id(module) not in inside]
-    elif isinstance(source, Mapping):
-        found = source.items()
-    else:
-        found = [(f"{index}: {_label(encoding)}", encoding) for index, encoding in enumerate(source)]
-    return {name: module for name, module in found if isinstance(module, Encoding) and _is_relative(module)}
+        return {_label(source): source}
+    if isinstance(source, Mapping):
+        return dict(source)
+    if not isinstance(source, nn.Module):
+        return {f"{index}: {_label(encoding)}": encoding for index, encoding in enumerate(source)}
+    encodings = {name: module for name, module in source.named_modules() if isinstance(module, Encoding)}
+    inside = {id(part) for m in encodings.values() for part in m.modules() if part is not m}
+    return {
+        name.removesuffix(".encoding"): encoding
+        for name, encoding in encodings.items()
+        if id(encoding) not in inside and _is_relative(encoding)
+    }
 
 
 def _is_relative(encoding: Encoding) -> bool:
@@ -207,7 +208,8 @@ def _label(encoding: Encoding) -> str:
 def _own_grid(encoding: Encoding) -> Grid:
     """The grid an encoding is used on now: that of its window, if it has one."""
     modules = [encoding, *(module for module in encoding.modules() if isinstance(module, Encoding))]
-    sizes = [module.window_size for module in modules if isinstance(getattr(module, "window_size", None), tuple)]
+    sizes: list[Any] = [getattr(module, "window_size", None) for module in modules]
+    sizes = [size for size in sizes if isinstance(size, tuple)]
     return Grid(*sizes[0]) if sizes else Grid(*encoding.positions.shape)
 
 
@@ -254,7 +256,11 @@ def _draw(panel: Axes, image: Float[Tensor, "height width"], scale: dict[str, An
 
 
 def _colour_bar(figure: Figure | SubFigure, drawn: AxesImage, panels: list[Axes], **options: Any) -> Any:
+    from matplotlib.ticker import MaxNLocator
+
     bar = figure.colorbar(drawn, ax=panels, pad=0.02, **options)
     bar.outline.set_visible(False)
+    bar.locator = MaxNLocator(4)
+    bar.update_ticks()
     bar.ax.tick_params(labelsize=7, colors=MUTED, length=2)
     return bar
