@@ -83,4 +83,4 @@ def multilinear(read: Callable[[tuple[int, ...]], Tensor], place: tuple[float, .
 def gradients(output: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
     """Gradients of a sum with fixed weights, so that no two entries of the output count alike."""
     weights = torch.linspace(-1, 2, output.numel(), dtype=torch.float64).reshape(output.shape).to(output.dtype)
-    return list(torch.autograd.grad((output * weights).sum(), list(inputs)))
+    return list(torch.autograd.grad((output * weights).sum(), list(inputs), retain_graph=True))
