@@ -389,6 +389,8 @@ class RotaryEncoding(Encoding):
                 "relpos2d.convert_rotary_layout"
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, *rest)
+        with torch.no_grad():  # what is saved next must tell the layout of this module, also after a refused load
+            self.layout_half.fill_(self.layout == "half")
 
 
 class Combined(Encoding):
