@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
-.PHONY: install demo test check format mutants clean
+.PHONY: install demo test test-gpu check format clean
 
 install: $(VENV)/installed
 
@@ -19,9 +19,13 @@ demo: install
 	$(BIN)/python -m train classify/digits
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not gpu"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --jaxtyping-packages=relpos2d,beartype.beartype \
 		tests/test_positions.py tests/test_encoding.py tests/encodings tests/attention
+
+# the tests that need a CUDA device, on a machine that has one
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 check: install
 	$(BIN)/ruff format --check .

@@ -70,6 +70,8 @@ class ContinuousBias(NumberEncoding):
         self.window_size = self._checked_window(window_size).shape
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
+        # the reference makes its coordinates in float32 whatever the dtype of the model, and weights are trained on those
+        offsets = offsets.float()
         # as in timm: the first axis decides whether there was a pretrained window
         windows = self.pretrained_window_size if self.pretrained_window_size[0] > 0 else self.window_size
         # a window of one token has no offset but 0
