@@ -27,7 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         epilog=f"configs: {', '.join(list_configs())}",
     )
     parser.add_argument("config", help="a file in configs/ without .yaml, or the path of your own")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="encoding=rope_mixed optimizer.lr=3e-4 output=runs/a")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="encoding=rope_mixed optimizer.lr=3e-4 output=runs/a"
+    )
     given = parser.parse_args(arguments)
     try:
         run(given.config, given.overrides)
@@ -52,7 +54,11 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
     if accelerator.is_main_process:
         replace_text(folder / CONFIG, resolved_yaml(config))
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
-    console.print(f"{name} -> {report.readable(folder)}: {num_parameters:,} parameters on {accelerator.device}", highlight=False)
+    console.print(
+        f"{name} -> {report.readable(folder)}: {num_parameters:,} parameters on {accelerator.device}",
+        highlight=False,
+        soft_wrap=True,
+    )
 
     metrics, records = fit(config, task, folder, accelerator)
     accelerator.end_training()
@@ -60,12 +66,16 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
         replace_text(folder / task.records_name, "".join(json.dumps(record) + "\n" for record in records))
         summary = {"steps": config.trainer.max_steps, "seed": config.seed, "num_parameters": num_parameters}
         replace_text(folder / METRICS, json.dumps({**metrics, **summary, **report.surroundings()}, indent=2) + "\n")
-        pictures = [report.draw_curves(folder / HISTORY, folder / "curves.png", task.score), *task.pictures(folder, records)]
+        pictures = [
+            report.draw_curves(folder / HISTORY, folder / "curves.png", task.score),
+            *task.pictures(folder, records),
+        ]
         console.print(
             f"test {task.score} {metrics[task.score]:.4f}\n"
             f"checkpoint    {report.readable(last_checkpoint(folder / CHECKPOINTS))}\n"
             f"pictures      {'  '.join(report.readable(picture) for picture in pictures)}",
             highlight=False,
+            soft_wrap=True,
         )
     return folder
 
@@ -95,7 +105,9 @@ def claim_folder(name: str, config: Config) -> Path:
                 f"output = {config.output!r}: is not empty. Name another folder, or say trainer.overwrite=true to replace that run"
             )
         if not (folder / CONFIG).is_file():
-            raise ValueError(f"output = {config.output!r}: trainer.overwrite=true replaces runs only, and there is no {CONFIG} in it")
+            raise ValueError(
+                f"output = {config.output!r}: trainer.overwrite=true replaces runs only, and there is no {CONFIG} in it"
+            )
         clear_run(folder)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -15,7 +15,12 @@ LAST = "last"
 
 
 def save_checkpoint(
-    folder: Path, step: int, model: dict[str, torch.Tensor], optimizer: dict[str, Any], state: dict[str, Any], keep: int = 2
+    folder: Path,
+    step: int,
+    model: dict[str, torch.Tensor],
+    optimizer: dict[str, Any],
+    state: dict[str, Any],
+    keep: int = 2,
 ) -> Path:
     """Writes FOLDER/step_N with model.safetensors, optimizer.pt and state.json, then points FOLDER/last to it.
 
@@ -29,7 +34,10 @@ def save_checkpoint(
     aside.mkdir(parents=True)
     try:
         # tied weights share memory, which safetensors refuses: each name gets a copy of its own
-        save_file({key: value.detach().cpu().contiguous().clone() for key, value in model.items()}, aside / "model.safetensors")
+        save_file(
+            {key: value.detach().cpu().contiguous().clone() for key, value in model.items()},
+            aside / "model.safetensors",
+        )
         torch.save(plain(optimizer), aside / "optimizer.pt")
         (aside / "state.json").write_text(json.dumps(plain({**state, "step": step}), indent=2) + "\n")
         for file in aside.iterdir():

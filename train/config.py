@@ -7,7 +7,7 @@ A config is a list of assignments, in a file and then on the command line: `grou
 import functools
 import inspect
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ GROUPS = ("model", "encoding", "data", "optimizer", "schedule", "trainer")
 
 
 class Model(Node):
-    """A timm backbone by name; further keys are the arguments of its constructor. Image size, channels and classes come from the data."""
+    """A timm backbone by name; further keys are its constructor's. Image size, channels and classes come from the data."""
 
     name: str
     pretrained: bool = False
@@ -48,7 +48,7 @@ class Encoding(Node):
 
 
 class Optimizer(Node):
-    """One of timm's optimizers by name; further keys are the arguments of its constructor. Biases, norms and positions never decay."""
+    """One of timm's optimizers by name; further keys are its constructor's. Biases, norms and positions never decay."""
 
     name: str
     lr: PositiveFloat
@@ -195,9 +195,10 @@ def assign(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> N
         elif node is tree and part not in GROUPS:
             problems.append(unknown_name("group", part, GROUPS, where=key))
             return
+        elif node is tree:
+            return  # the group is missing, which is said once
         else:
-            if not (node is tree):  # a group that is missing has its own line
-                problems.append(f"{key} = {value!r}: there is no {part} in {parent}")
+            problems.append(f"{key} = {value!r}: there is no {part} in {parent}")
             return
     if isinstance(node, dict):
         node[leaf] = value
@@ -226,17 +227,18 @@ def schema_for(tree: dict[str, Any], told: Iterable[str] = ()) -> tuple[type[Con
     problems: list[str] = []
 
     def node(group: str, value: Any, where: str) -> type[Node]:
+        base, names, make = NODES[group]
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str):
-            return {"model": Model, "encoding": Encoding, "data": Data, "optimizer": Optimizer}[group]
+            return (
+                Config.model_fields[group].annotation if group != "encoding" else Encoding
+            )  # says that the name is missing
         names, make = NODES[group]
         try:
-            if group == "model" or name in names():
-                return make(name)
-        except ValueError:
-            pass
-        problems.append(unknown_name(group, name, names(), where=f"{where}.name"))
-        return AnyNode
+            return make(name)
+        except (ValueError, KeyError):
+            problems.append(unknown_name(group, name, names(), where=f"{where}.name"))
+            return AnyNode
 
     fields: dict[str, Any] = {}
     for group in NODES:
@@ -273,14 +275,17 @@ def encoding_node(name: str) -> type[Encoding]:
 
 @functools.cache
 def optimizer_node(name: str) -> type[Optimizer]:
-    return node_from_parameters(name, inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters, Optimizer)
+    return node_from_parameters(
+        name, inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters, Optimizer
+    )
 
 
-NODES: dict[str, Any] = {  # group -> the names there are, and the node of a name
-    "model": (lambda: list_models("relpos2d_*"), model_node),
-    "encoding": (lambda: [encoding.name for encoding in list_encodings()], encoding_node),
-    "data": (lambda: list(DATA), DATA.__getitem__),
-    "optimizer": (list_optimizers, optimizer_node),
+NODES: dict[str, tuple[type[Node], Callable[[], list[str]], Callable[[str], type[Node]]]] = {
+    # group -> its fields under any name, the names there are, the node of a name
+    "model": (Model, lambda: list_models("relpos2d_*"), model_node),
+    "encoding": (Encoding, lambda: [encoding.name for encoding in list_encodings()], encoding_node),
+    "data": (Data, lambda: list(DATA), DATA.__getitem__),
+    "optimizer": (Optimizer, list_optimizers, optimizer_node),
 }
 
 
@@ -288,11 +293,15 @@ def resolved_yaml(config: Config) -> str:
     """The config as YAML, complete: reading it gives the same run."""
     tree = config.model_dump(mode="json", serialize_as_any=True)
     # what a model's config leaves open is decided by timm under that name, and not by None
-    tree["model"] = {key: value for key, value in tree["model"].items() if key in Model.model_fields or key in config.model.given()}
+    tree["model"] = {
+        key: value for key, value in tree["model"].items() if key in Model.model_fields or key in config.model.given()
+    }
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 
 def default_output(name: str, config: Config) -> str:
     """runs/<config>-<encoding>-<seed>: `runs/classify/digits-table-0`."""
     encoding = "+".join(encoding.name for encoding in config.encodings)
-    return os.path.join("runs", f"{Path(name).with_suffix('') if name.endswith('.yaml') else name}-{encoding}-{config.seed}")
+    return os.path.join(
+        "runs", f"{Path(name).with_suffix('') if name.endswith('.yaml') else name}-{encoding}-{config.seed}"
+    )

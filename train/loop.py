@@ -58,7 +58,9 @@ def fit(config: Config, task: Task, folder: Path, accelerator: Accelerator) -> t
         process_index=accelerator.process_index,
         num_processes=accelerator.num_processes,
     )
-    batches = training_batches(task.train_data, draws, trainer.num_workers, pin_memory=accelerator.device.type == "cuda")
+    batches = training_batches(
+        task.train_data, draws, trainer.num_workers, pin_memory=accelerator.device.type == "cuda"
+    )
     model, optimizer = accelerator.prepare(task.model, optimizer)
     model.train()
 

@@ -20,7 +20,7 @@ from rich.progress import Progress as Bar
 from torch import nn
 
 from relpos2d import Encoding
-from relpos2d.tools.plot import bias_map
+from relpos2d.tools.plot import plot_maps
 
 INK, ACCENT, FAINT, WRONG = "#222222", "#1f5fbf", "#b8c4d6", "#c03028"
 
@@ -65,9 +65,15 @@ class Progress:
             return
         self.said = now
         left = (now - self.started) / step * (self.num_steps - step)
-        names = ("loss", "test_loss", *(key for key in line if key.startswith("test_") and not key.endswith(("loss", "error"))))
+        names = (
+            "loss",
+            "test_loss",
+            *(key for key in line if key.startswith("test_") and not key.endswith(("loss", "error"))),
+        )
         numbers = "  ".join(f"{name.replace('_', ' ')} {line[name]:.4f}" for name in names if name in line)
-        self.console.print(f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {numbers}  {clock(left)} left", highlight=False)
+        self.console.print(
+            f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {numbers}  {clock(left)} left", highlight=False
+        )
 
 
 def clock(seconds: float) -> str:
@@ -79,7 +85,8 @@ def surroundings() -> dict[str, Any]:
     return {
         "commit": commit(),
         "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
-        "versions": {"python": platform.python_version()} | {n: installed(n) for n in ("relpos2d", "torch", "timm", "accelerate")},
+        "versions": {"python": platform.python_version()}
+        | {n: installed(n) for n in ("relpos2d", "torch", "timm", "accelerate")},
         "machine": {
             "processor": platform.machine(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -95,7 +102,9 @@ def commit() -> str | None:
 
     def git(*arguments: str) -> str:
         folder = Path(__file__).parent
-        return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *arguments], cwd=folder, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         changed = git("status", "--porcelain", "--untracked-files=no")
@@ -143,7 +152,14 @@ def draw_curves(history: Path, path: Path, score: str = "accuracy") -> Path:
         for key, label, colour in curves:
             if key in columns:
                 steps, values = columns[key]
-                axes.plot(steps, values, color=colour, label=label, marker="o" if key.startswith("test_") else None, markersize=3)
+                axes.plot(
+                    steps,
+                    values,
+                    color=colour,
+                    label=label,
+                    marker="o" if key.startswith("test_") else None,
+                    markersize=3,
+                )
         axes.set(title=title, xlabel="step")
         axes.spines[["top", "right"]].set_visible(False)
         if len(curves) > 1:
@@ -151,7 +167,9 @@ def draw_curves(history: Path, path: Path, score: str = "accuracy") -> Path:
     return save(figure, path)
 
 
-def draw_predictions(path: Path, images: Sequence[np.ndarray], titles: Sequence[tuple[str, str]], columns: int = 8) -> Path:
+def draw_predictions(
+    path: Path, images: Sequence[np.ndarray], titles: Sequence[tuple[str, str]], columns: int = 8
+) -> Path:
     """Images with what was predicted above, and beside it the label where that is another (in red)."""
     rows = -(-len(images) // columns)
     figure = Figure(figsize=(1.3 * columns, 1.55 * rows), layout="constrained")
@@ -177,42 +195,13 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def draw_bias_maps(path: Path, model: nn.Module, max_rows: int = 12) -> Path | None:
-    """What the query in the middle of the grid adds to the score of every key: a row per layer, a column per head.
-
-    Returns:
-        The file, or None for a model without relative encodings.
-    """
-    layers = [(name, encoding) for name, encoding in relative_encodings(model) if encoding.positions.num_axes == 2]
-    if not layers:
-        return None
-    layers = layers[:max_rows]
-    with torch.no_grad():
-        maps = [bias_map(encoding, encoding.positions).float().cpu().numpy() for _, encoding in layers]
-    columns = max(len(heads) for heads in maps)
-    figure = Figure(figsize=(1.2 * columns + 0.6, 1.25 * len(maps) + 0.5), layout="constrained")
-    grid = figure.subplots(len(maps), columns, squeeze=False)
-    for row, (name, _), heads in zip(grid, layers, maps, strict=True):
-        limit = max(float(np.abs(heads).max()), 1e-6)
-        for head, axes in enumerate(row):
-            axes.axis("off")
-            if head < len(heads):
-                shown = axes.imshow(heads[head], cmap="RdBu_r", vmin=-limit, vmax=limit)
-                axes.set_title(f"head {head}", fontsize=7, color=INK)
-        row[0].set_title(f"{name.removesuffix('.attn.encoding')}\nhead 0", fontsize=7, color=INK)
-        figure.colorbar(shown, ax=list(row), shrink=0.8).ax.tick_params(labelsize=6)
-    figure.suptitle("bias seen by the query in the middle, for every key", fontsize=9, color=INK)
-    return save(figure, path)
-
-
-def relative_encodings(model: nn.Module) -> list[tuple[str, Encoding]]:
-    """The encodings of a model's attentions by name; the members of a sum count as one."""
-    found: list[tuple[str, Encoding]] = []
-    for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer, _ in found)
-        if isinstance(module, Encoding) and module.family not in ("absolute", "none") and not inside:
-            found.append((name, module))
-    return found
+def draw_maps(path: Path, model: nn.Module) -> list[Path]:
+    """What each head makes of every key, seen from the middle of the grid; nothing for a model without relative positions."""
+    families = {module.family for module in model.modules() if isinstance(module, Encoding)}
+    if not families - {"absolute", "none"}:
+        return []
+    plot_maps(model, path, title="learned positions, seen from the query in the middle")
+    return [path]
 
 
 def readable(path: Path | None) -> str:

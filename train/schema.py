@@ -74,7 +74,7 @@ def validate(schema: type[NodeT], tree: dict[str, Any]) -> tuple[NodeT | None, l
     try:
         return schema.model_validate_json(json.dumps(tree)), []  # JSON: a list may become a tuple, nothing else changes
     except ValidationError as error:
-        found = {}  # one line a path: a union of types reports once for each of its members
+        found: dict[Any, list[Any]] = {}  # one line a path: a union of types reports once for each of its members
         for details in error.errors():
             path = key_path(details["loc"], tree)
             found.setdefault((path, details["type"] == "extra_forbidden"), []).append(details)

@@ -36,9 +36,10 @@ class Host(nn.Module):
         mine = [key for key in state_dict if key.startswith(prefix)]
         if encoding is not None and mine and not any(key.startswith(f"{prefix}encoding.") for key in mine):
             taken_over = find_part(encoding, self.native_encoding)
+            still_own = dict(self.named_parameters())
             for key in mine:
                 name = key[len(prefix) :]
-                if name in self.native_parameters:
+                if name in self.native_parameters and name not in still_own:
                     value = state_dict.pop(key)
                     if taken_over is not None:
                         state_dict[f"{prefix}encoding.{taken_over[0]}{name}"] = value
@@ -86,7 +87,12 @@ def parts_of(encoding: Encoding) -> Iterator[Encoding]:
 
 def split(spec: Spec) -> tuple[Spec | None, Spec | None]:
     """An encoding as the absolute part, which goes to the model, and the rest, which goes to each attention."""
+    if not isinstance(spec, str | Mapping | Sequence):
+        raise ValueError(f"swap: {spec!r} must be a name, a mapping with a name, or a list of these")
     members = [spec] if isinstance(spec, str | Mapping) else list(spec)
+    for member in members:
+        if not isinstance(member, str | Mapping):
+            raise ValueError(f"swap: {member!r} in {spec!r} must be a name or a mapping with a name")
     if not members:
         raise ValueError("swap: an empty list is no encoding; use 'none'")
     absolute = [m for m in members if encoding_class(_name(m)).family == "absolute"]
@@ -133,6 +139,16 @@ def take_over(encoding: Encoding, name: str, source: Mapping[str, nn.Parameter])
     return True
 
 
+def grid_of_native(module: nn.Module, name: str, spec: Spec | None, current: Grid) -> Grid:
+    """The grid that a new encoding is made for: the current one, or that of the part `name` whose parameters it takes over."""
+    encoding = getattr(module, "encoding", None)
+    members = [spec] if isinstance(spec, str | Mapping) else list(spec or ())
+    if not isinstance(encoding, Encoding) or name not in map(_name, members):
+        return current
+    found = find_part(encoding, name)
+    return current if found is None else Grid(*found[1].positions.shape, num_prefix_tokens=current.num_prefix_tokens)
+
+
 def native_source(module: nn.Module, name: str, parameters: Iterable[str]) -> dict[str, nn.Parameter]:
     """The native position parameters of a module, swapped before or not; empty if it has them no longer."""
     encoding = getattr(module, "encoding", None)
@@ -152,12 +168,24 @@ def exchange_class(module: nn.Module, cls: type[nn.Module]) -> None:
     module.__class__ = cls
 
 
-def silent(encoding: Encoding) -> bool:
-    """Whether an encoding changes nothing as it stands."""
-    if encoding.strength.is_meta:
-        return False
-    off = not bool(encoding.strength)
-    return off or all(part.family == "none" or not bool(part.strength) for part in parts_of(encoding))
+def felt(encoding: Encoding | None, name: str) -> tuple[float, bool]:
+    """How much of the part `name` is felt, from 0 to 1, and whether any other part is felt."""
+    if encoding is None:
+        return 0.0, False
+    whole = _strength(encoding) if isinstance(encoding, Combined) else 1.0
+    found = find_part(encoding, name)
+    native, others = 0.0, False
+    for part in parts_of(encoding):
+        strength = 0.0 if part.family == "none" else whole * _strength(part)
+        if found is not None and part is found[1]:
+            native = strength
+        else:
+            others = others or strength > 0
+    return native, others
+
+
+def _strength(encoding: Encoding) -> float:
+    return encoding.initial_strength if encoding.strength.is_meta else float(encoding.strength)
 
 
 def check_sizes(name: str, value: Any) -> None:

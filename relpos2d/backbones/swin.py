@@ -16,11 +16,10 @@ from relpos2d.backbones.host import (
     HostModel,
     Spec,
     exchange_class,
-    find_part,
+    felt,
+    grid_of_native,
     make,
     native_source,
-    parts_of,
-    silent,
     split,
     take_over,
 )
@@ -168,18 +167,29 @@ class SwinFamily:
         native_name = cls.attention[1].native_encoding
         blocks = [module for module in model.modules() if type(module) in cls.block]
         prepared = []
+        same_function = True
         for block in blocks:
             attention = block.attn
+            before = felt(attention.encoding, native_name) if hasattr(attention, "encoding") else (1.0, False)
             source = native_source(attention, native_name, cls.attention[1].native_parameters)
             head_dim = attention.qkv.out_features // (3 * attention.num_heads)
             attention_spec = cls.defaults(relative_spec or "none", attention)
-            grid = Grid(*attention.window_size)
+            grid = grid_of_native(attention, native_name, attention_spec, Grid(*attention.window_size))
             encoding = make(attention_spec, attention.num_heads, head_dim, grid, attention.qkv.weight)
-            prepared.append((block, encoding, take_over(encoding, native_name, source)))
+            encoding.set_window_size(attention.window_size)
+            taken_over = take_over(encoding, native_name, source)
+            prepared.append((block, encoding, taken_over))
+            after = felt(encoding, native_name)
+            # the same share of the native part, with its own parameters, and nothing else before or after
+            same_function &= before == after == (after[0] if taken_over else 0.0, False)
+            same_function &= getattr(block, "mask_padding", False) == mask_padding
         embedding = None
         if absolute_spec is not None:
             embed = model.patch_embed
             embedding = make(absolute_spec, 1, embed.proj.out_channels, Grid(*embed.grid_size), embed.proj.weight)
+
+        for absolute_encoding in (getattr(model.patch_embed, "encoding", None), embedding):
+            same_function &= not felt(absolute_encoding, "")[1]
 
         # nothing is touched before this line, so a refused swap leaves the model as it was
         for block, encoding, _ in prepared:
@@ -190,38 +200,26 @@ class SwinFamily:
             for name in {path.split(".")[0] for path in cls.attention[1].native_parameters}:
                 attention._parameters.pop(name, None)
                 attention._modules.pop(name, None)
-            attention.encoding = encoding
+            attention.encoding = encoding.train(attention.training)
             exchange_class(attention, cls.attention[1])
             exchange_class(block, cls.block[1])
             block.mask_padding = mask_padding
         embed = model.patch_embed
         if embedding is not None:
-            embed.encoding = embedding
+            embed.encoding = embedding.train(embed.training)
             exchange_class(embed, RelPosPatchEmbed)
         elif isinstance(embed, RelPosPatchEmbed):
             del embed.encoding
             embed.__class__ = PatchEmbed  # type: ignore[assignment]
         if type(model) in cls.model:
             exchange_class(model, cls.model[1])
-        model.train(model.training)
 
         taken = all(taken_over for *_, taken_over in prepared)
-        native_whole = taken and all(cls._native_whole(encoding, native_name) for _, encoding, _ in prepared)
         return SwapReport(
             family=cls.name,
             encoding=spec,
             absolute="none to keep",
             num_attentions=len(prepared),
             taken_over=list(cls.attention[1].native_parameters) if taken else [],
-            same_function=native_whole and (embedding is None or silent(embedding)) and not mask_padding,
+            same_function=same_function,
         )
-
-    @staticmethod
-    def _native_whole(encoding: Encoding, native_name: str) -> bool:
-        """Whether the native part is felt wholly and the others not at all."""
-        found = find_part(encoding, native_name)
-        assert found is not None
-        if encoding.strength.is_meta:
-            return False
-        others = [part for part in parts_of(encoding) if part is not found[1]]
-        return bool(encoding.strength == 1) and bool(found[1].strength == 1) and all(silent(part) for part in others)

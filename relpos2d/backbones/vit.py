@@ -17,9 +17,10 @@ from relpos2d.backbones.host import (
     HostModel,
     Spec,
     exchange_class,
+    felt,
+    grid_of_native,
     make,
     native_source,
-    silent,
     split,
     take_over,
 )
@@ -91,10 +92,12 @@ class PositionHost(Host, HostModel):
     def _pos_embed(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
         grid = Grid(height, width, num_prefix_tokens=self.num_prefix_tokens)
-        tokens = super()._pos_embed(x)  # type: ignore[misc]
+        if self.pos_embed is None:  # timm's distilled model cannot do without
+            tokens = self._without_positions(x)
+        else:
+            tokens = super()._pos_embed(x)  # type: ignore[misc]
         if self.absolute_strength is not None:
-            bare = torch.cat([*self._prefix_tokens(len(x)), x.reshape(len(x), -1, x.shape[-1])], dim=1)
-            tokens = torch.lerp(bare, tokens, self.absolute_strength.to(tokens.dtype))
+            tokens = torch.lerp(self._without_positions(x), tokens, self.absolute_strength.to(tokens.dtype))
         if self.encoding is not None:
             tokens = self.encoding.embed(tokens, grid)
         positions: Positions = grid
@@ -107,9 +110,11 @@ class PositionHost(Host, HostModel):
         self._set_positions(positions)
         return tokens
 
-    def _prefix_tokens(self, batch_size: int) -> list[Tensor]:
-        tokens = (getattr(self, name, None) for name in ("cls_token", "dist_token", "reg_token"))
-        return [token.expand(batch_size, -1, -1) for token in tokens if token is not None]
+    def _without_positions(self, x: Tensor) -> Tensor:
+        """Prefix and patch tokens of (B, H, W, C) or (B, N, C), with nothing added."""
+        prefix = (getattr(self, name, None) for name in ("cls_token", "dist_token", "reg_token"))
+        tokens = [token.expand(len(x), -1, -1) for token in prefix if token is not None]
+        return torch.cat([*tokens, x.reshape(len(x), -1, x.shape[-1])], dim=1)
 
     def _set_positions(self, positions: Positions) -> None:
         for block in self.blocks:
@@ -192,15 +197,19 @@ class VitFamily:
             for b in model.blocks
         ]
         embedding = None
-        taken_over = False
+        taken_over = moves = False
         if absolute_spec is not None:
             embedded = Grid(*grid.shape) if model.no_embed_class else grid
+            embedded = grid_of_native(model, "learned", absolute_spec, embedded)
             embedding = make(absolute_spec, 1, model.embed_dim, embedded, weight)
+            embedding.set_window_size(grid.shape)
             if absolute == "remove":
                 native = native_source(model, "learned", ("pos_embed",))
                 if not native and model.pos_embed is not None:
                     native = {"pos_embed": model.pos_embed}
+                    moves = True
                 taken_over = take_over(embedding, "learned", native)
+        same_function = VitFamily._same_function(model, relative, embedding, absolute, taken_over, moves)
 
         # nothing is touched before this line, so a refused swap leaves the model as it was
         had_embedding = model.pos_embed is not None
@@ -208,33 +217,54 @@ class VitFamily:
             model.pos_embed = None
         if isinstance(model.patch_drop, PatchDropout):
             dropout = model.patch_drop
-            model.drop_patches = PatchDropoutWithIndices(dropout.prob, dropout.num_prefix_tokens, dropout.ordered)
-            model.patch_drop = nn.Identity()
+            with_indices = PatchDropoutWithIndices(dropout.prob, dropout.num_prefix_tokens, dropout.ordered)
+            model.drop_patches = with_indices.train(dropout.training)
+            model.patch_drop = nn.Identity().train(dropout.training)
         elif not hasattr(model, "drop_patches"):
             model.drop_patches = None
         for block, encoding in zip(model.blocks, relative, strict=True):
             exchange_class(block, RelPosBlock)
             exchange_class(block.attn, RelPosAttention)
-            block.attn.encoding = encoding
+            block.attn.encoding = encoding.train(block.attn.training)
             block.positions = grid
             block.grad_checkpointing = getattr(block, "grad_checkpointing", model.grad_checkpointing)
         model.grad_checkpointing = False
         if isinstance(model, HostModel):
             del model.encoding, model.absolute_strength
-        model.encoding = embedding
+        model.encoding = None if embedding is None else embedding.train(model.training)
         strength = torch.ones((), device=weight.device, dtype=weight.dtype) if absolute == "fade" else None
         model.register_buffer("absolute_strength", strength)
         exchange_class(model, SWAPPED.get(type(model), type(model)))
-        model.train(model.training)
 
-        same_embedding = absolute != "remove" or not had_embedding or taken_over
-        others = [e for e in ([embedding] if embedding is not None and not taken_over else []) + relative]
-        whole = embedding is None or not taken_over or float(embedding.strength) == 1.0
         return SwapReport(
             family=VitFamily.name,
             encoding=spec,
             absolute=absolute if had_embedding else "none to keep",
             num_attentions=len(relative),
             taken_over=["pos_embed"] if taken_over else [],
-            same_function=same_embedding and whole and all(silent(e) for e in others),
+            same_function=same_function,
         )
+
+    @staticmethod
+    def _same_function(
+        model: Any,
+        relative: list[Encoding],
+        embedding: Encoding | None,
+        absolute: str,
+        taken_over: bool,
+        moves: bool,
+    ) -> bool:
+        """Whether the model, not yet touched, will compute what it computes now. moves: taken over from pos_embed itself."""
+        own = 0.0
+        if model.pos_embed is not None:
+            faded = getattr(model, "absolute_strength", None)
+            own = 1.0 if faded is None else float(faded)
+        learned, other = felt(getattr(model, "encoding", None), "learned")
+        new_learned, new_other = felt(embedding, "learned")
+        new_own = 0.0 if model.pos_embed is None or absolute == "remove" else 1.0
+        if taken_over and moves:
+            new_own, new_learned = new_learned, new_own
+        same_learned = learned == new_learned and (taken_over or learned == 0)
+        old_relative = [getattr(block.attn, "encoding", None) for block in model.blocks]
+        silent = not any(felt(encoding, "")[1] for encoding in (*old_relative, *relative))
+        return own == new_own and same_learned and silent and not other and not new_other

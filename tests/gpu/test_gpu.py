@@ -20,7 +20,7 @@ def build(name: str, positions: Grid, dtype: torch.dtype) -> relpos2d.Encoding:
     encoding = create_encoding(name, num_heads=3, head_dim=24, positions=positions, device="cuda")
     with torch.no_grad():
         for parameter in encoding.parameters():
-            parameter.normal_(std=0.5)
+            parameter.normal_(std=0.1)
     return encoding.to(dtype)
 
 

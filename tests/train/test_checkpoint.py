@@ -34,7 +34,9 @@ def test_round_trip(tmp_path: Path) -> None:
 
 
 def test_m9_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1, best=np.float64(0.5), count=np.int64(3), more={"list": [np.float32(0.25)], "on": np.bool_(True)})
+    folder = save(
+        tmp_path, 1, best=np.float64(0.5), count=np.int64(3), more={"list": [np.float32(0.25)], "on": np.bool_(True)}
+    )
     assert load_checkpoint(folder)[2] == {"best": 0.5, "count": 3, "more": {"list": [0.25], "on": True}, "step": 1}
     save_checkpoint(tmp_path, 2, {}, {"lr": np.float64(0.1), "moments": np.ones(3)}, {})
     loaded = torch.load(tmp_path / "step_2" / "optimizer.pt", weights_only=True)
@@ -44,7 +46,9 @@ def test_m9_numpy_numbers_become_plain_ones(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["save_file", "flush", "replace"])
-def test_m6_a_failed_save_leaves_the_last_checkpoint(broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_m6_a_failed_save_leaves_the_last_checkpoint(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path, 1, value=1.0)
 
     def fail(*_: object) -> None:

@@ -74,7 +74,8 @@ WRONG = {
     "unknown group": (["optimiser=adamw"], ["optimiser = 'adamw': unknown key; did you mean optimizer?"]),
     "unknown encoding": (["encoding=rope_mixd"], ["encoding = 'rope_mixd'", "did you mean rope_mixed?", "alibi"]),
     "unknown name in a node": (["encoding={name: tabel}"], ["encoding.name = 'tabel'", "did you mean table?"]),
-    "unknown option of an encoding": (["encoding={name: rope_mixed, teta: 3}"], ["encoding.teta = 3", "did you mean encoding.theta?"]),
+    "unknown option of an encoding": (
+        ["encoding={name: rope_mixed, teta: 3}"], ["encoding.teta = 3: ", "did you mean encoding.theta?"]),
     "value an encoding refuses": (["encoding={name: alibi, strength: 2.0}"], ["encoding: ", "strength", "2.0"]),
     "wrong member of a sum": (
         ["encoding=[table, {name: cpb, hiden_dim: 8}]"],
@@ -84,7 +85,9 @@ WRONG = {
     "no number": (["trainer.batch_size=many"], ["trainer.batch_size = 'many': should be a valid integer"]),
     "fraction for a count": (["trainer.max_steps=10.5"], ["trainer.max_steps = 10.5: should be a valid integer"]),
     "infinite": (["optimizer.lr=.inf"], ["optimizer.lr = inf: should be a finite number"]),
-    "unknown model": (["model.name=relpos2d_swin_tiny"], ["model.name = 'relpos2d_swin_tiny'", "relpos2d_swin_tiny_patch4_window7_224"]),
+    "unknown model": (
+        ["model.name=relpos2d_swin_tiny"],
+        ["model.name = 'relpos2d_swin_tiny'", "relpos2d_swin_tiny_patch4_window7_224"]),
     "unknown argument of a model": (["model.embed_dims=32"], ["model.embed_dims = 32", "did you mean model.embed_dim?"]),
     "type of a model's argument": (["model.depths=two"], ["model.depths = 'two': should be a valid array"]),
     "unknown optimizer": (["optimizer.name=adamm"], ["optimizer.name = 'adamm': unknown optimizer; did you mean adam"]),
@@ -95,7 +98,9 @@ WRONG = {
     "broken yaml": (["encoding=[table"], ["encoding = '[table': no readable YAML value"]),
     "given twice": (["seed=1", "seed=2"], ["seed: given twice"]),
     "warm-up too long": (["schedule.warmup_steps=5000"], ["schedule.warmup_steps = 5000: must be less than trainer.max_steps"]),
-    "scene too small": (["data={name: digit_scenes, canvas: [28, 28]}"], ["data: canvas = 28 x 28 is too small for num_digits = 4"]),
+    "scene too small": (
+        ["data={name: digit_scenes, canvas: [28, 28]}"],
+        ["data: canvas = 28 x 28 is too small for num_digits = 4"]),
     "missing": (["data={name: image_folder}"], ["data.path: missing"]),
     "all at once": (
         ["optimizer.lrr=1", "encoding=tabl", "trainer.batch_size=0", "seed=-1"],

@@ -71,12 +71,19 @@ class Classify:
         return metrics, records
 
     def pictures(self, folder: Path, records: Records) -> list[Path]:
-        shown = [*(r for r in records if r["label"] != r["prediction"]), *records][:24]  # mistakes teach more
+        mistakes = [record for record in records if record["label"] != record["prediction"]]
+        shown = [*spread(mistakes, 8), *spread(records, 16)]
         images = [report.to_pixels(self.images.test[r["index"]][0], self.images.mean, self.images.std) for r in shown]
         titles = [(f"{r['prediction']} ({r['probability']:.0%})", r["label"]) for r in shown]
-        drawn = [report.draw_predictions(folder / "predictions.png", images, titles)]
-        maps = report.draw_bias_maps(folder / "maps.png", self.model)
-        return drawn if maps is None else [*drawn, maps]
+        return [
+            report.draw_predictions(folder / "predictions.png", images, titles),
+            *report.draw_maps(folder / "maps.png", self.model),
+        ]
+
+
+def spread(records: Records, count: int) -> Records:
+    """At most `count` of them, evenly from first to last."""
+    return records[:: max(1, -(-len(records) // count))]
 
 
 def create_backbone(config: Config, images: Images) -> nn.Module:
@@ -87,7 +94,11 @@ def create_backbone(config: Config, images: Images) -> nn.Module:
     """
     name, encoding = config.model.name, encoding_argument(config)
     options = config.model.given()
-    options |= {"in_chans": images.num_channels, "num_classes": len(images.classes), "img_size": (images.height, images.width)}
+    options |= {
+        "in_chans": images.num_channels,
+        "num_classes": len(images.classes),
+        "img_size": (images.height, images.width),
+    }
     absolute = options.pop("absolute", "keep")
     try:
         if name.startswith("relpos2d_"):
