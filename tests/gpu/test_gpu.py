@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 NAMES = [info.name for info in list_encodings()]
 # the explicit backend in float32 against the fused kernel in the dtype itself, as a relative RMS error
-TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 8e-2, torch.float16: 1e-2}
 
 
 def build(name: str, positions: Grid, dtype: torch.dtype) -> relpos2d.Encoding:
