@@ -92,10 +92,8 @@ class PositionHost(Host, HostModel):
     def _pos_embed(self, x: Tensor) -> Tensor:
         height, width = x.shape[1:3] if x.ndim == 4 else self.patch_embed.grid_size
         grid = Grid(height, width, num_prefix_tokens=self.num_prefix_tokens)
-        if self.pos_embed is None:  # timm's distilled model cannot do without
-            tokens = self._without_positions(x)
-        else:
-            tokens = super()._pos_embed(x)  # type: ignore[misc]
+        # timm's distilled model cannot do without an embedding
+        tokens = self._without_positions(x) if self.pos_embed is None else super()._pos_embed(x)  # type: ignore[misc]
         if self.absolute_strength is not None:
             tokens = torch.lerp(self._without_positions(x), tokens, self.absolute_strength.to(tokens.dtype))
         if self.encoding is not None:
@@ -207,7 +205,7 @@ class VitFamily:
                 native = native_source(model, "learned", ("pos_embed",))
                 if not native and model.pos_embed is not None:
                     native = {"pos_embed": model.pos_embed}
-                    moves = True
+                moves = native.get("pos_embed") is model.pos_embed
                 taken_over = take_over(embedding, "learned", native)
         same_function = VitFamily._same_function(model, relative, embedding, absolute, taken_over, moves)
 
