@@ -342,6 +342,15 @@ def test_zeros_at_the_start_hide_nothing() -> None:
     nn.init.zeros_(broken.slope)
     with pytest.raises(CheckError, match="the same, parameters redrawn"):
         check(broken, GRID)
+
+    class EqualHeadsOnly(KeyOnly):
+        """Right as long as all slopes are equal, as they are at the start."""
+
+        def _numbers(self, q_pos, k_pos):
+            return super()._numbers(q_pos, k_pos) * (self.slope - self.slope.mean())[:, None, None]
+
+    with pytest.raises(CheckError, match="the same, parameters redrawn"):
+        check(EqualHeadsOnly(3, 24, GRID), GRID)
     right = Distance(3, 24, GRID)
     nn.init.zeros_(right.slope)
     check(right, GRID)

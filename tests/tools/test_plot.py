@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from relpos2d import Combined, Encoding, Grid, create_encoding, swap
 from relpos2d.encoding import Term
+from relpos2d.encodings.rope_axial import AxialRope
 from relpos2d.tools import plot
 from relpos2d.tools.plot import bias_map, plot_encodings, plot_maps
 from tests.tolerances import assert_close
@@ -62,6 +63,15 @@ def test_the_map_of_a_rotation_is_the_mean_cosine(layout: str) -> None:
                 expected[head, y, x] = sum(cosines) / 12
     assert_close(maps, expected)
     assert_close(maps[:, 2, 3], torch.ones(3))
+
+
+def test_the_map_of_a_rotation_that_scales_is_relative_to_offset_0() -> None:
+    class Scaled(AxialRope):
+        def rotate(self, x, pos, role="query", *, strength=1.0):
+            return super().rotate(x, pos, role, strength=strength) * (0.5 if role == "key" else 3.0)
+
+    sizes = (3, 24, Grid(5, 7))
+    assert_close(bias_map(Scaled(*sizes), Grid(5, 7)), bias_map(AxialRope(*sizes), Grid(5, 7)))
 
 
 def test_the_map_of_a_sum_is_the_sum_of_the_maps() -> None:
