@@ -14,7 +14,7 @@ from rich.console import Console
 from train import report
 from train.checkpoint import last_checkpoint, replace_text
 from train.config import Config, ConfigError, default_output, list_configs, load_config, resolved_yaml
-from train.loop import CHECKPOINTS, HISTORY, TENSORBOARD, create_accelerator, fit
+from train.loop import CHECKPOINTS, HISTORY, TENSORBOARD, create_accelerator, create_draws, fit
 from train.tasks import create_task
 
 CONFIG, METRICS = "config.yaml", "metrics.json"
@@ -47,8 +47,10 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
     accelerator = create_accelerator(config)
     console = Console(quiet=not accelerator.is_main_process)
     set_seed(config.seed)
-    task = create_task(config)  # before the folder: what cannot be built leaves nothing behind
+    task = create_task(config)
+    draws = create_draws(config, task, accelerator)
 
+    # only now: what cannot be built leaves no folder behind
     folder = claim_folder(name, config) if accelerator.is_main_process else Path()
     folder = broadcast_object_list([folder])[0]
     if accelerator.is_main_process:
@@ -60,7 +62,7 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
         soft_wrap=True,
     )
 
-    metrics, records = fit(config, task, folder, accelerator)
+    metrics, records = fit(config, task, draws, folder, accelerator)
     accelerator.end_training()
     if accelerator.is_main_process:
         replace_text(folder / task.records_name, "".join(json.dumps(record) + "\n" for record in records))

@@ -230,10 +230,7 @@ def schema_for(tree: dict[str, Any], told: Iterable[str] = ()) -> tuple[type[Con
         base, names, make = NODES[group]
         name = value.get("name") if isinstance(value, dict) else None
         if not isinstance(name, str):
-            return (
-                Config.model_fields[group].annotation if group != "encoding" else Encoding
-            )  # says that the name is missing
-        names, make = NODES[group]
+            return base  # whose check says that the name is missing
         try:
             return make(name)
         except (ValueError, KeyError):
@@ -285,7 +282,7 @@ NODES: dict[str, tuple[type[Node], Callable[[], list[str]], Callable[[str], type
     "model": (Model, lambda: list_models("relpos2d_*"), model_node),
     "encoding": (Encoding, lambda: [encoding.name for encoding in list_encodings()], encoding_node),
     "data": (Data, lambda: list(DATA), DATA.__getitem__),
-    "optimizer": (Optimizer, list_optimizers, optimizer_node),
+    "optimizer": (Optimizer, lambda: [str(name) for name in list_optimizers()], optimizer_node),
 }
 
 

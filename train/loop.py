@@ -25,7 +25,9 @@ class NonFiniteLoss(RuntimeError):
     """Training went wrong: the loss is infinite or no number."""
 
 
-def fit(config: Config, task: Task, folder: Path, accelerator: Accelerator) -> tuple[dict[str, Any], Records]:
+def fit(
+    config: Config, task: Task, draws: Draws, folder: Path, accelerator: Accelerator
+) -> tuple[dict[str, Any], Records]:
     """Trains to the last step, writing history, checkpoints and scalars into the folder.
 
     Returns:
@@ -49,14 +51,6 @@ def fit(config: Config, task: Task, folder: Path, accelerator: Accelerator) -> t
         min_lr=config.schedule.min_lr,
         step_on_epochs=False,
         updates_per_epoch=1,  # so that timm's epochs are our steps
-    )
-    draws = Draws(
-        num_examples=len(task.train_data),  # type: ignore[arg-type]
-        batch_size=trainer.batch_size,
-        num_steps=trainer.max_steps,
-        seed=config.seed,
-        process_index=accelerator.process_index,
-        num_processes=accelerator.num_processes,
     )
     batches = training_batches(
         task.train_data, draws, trainer.num_workers, pin_memory=accelerator.device.type == "cuda"
@@ -106,6 +100,18 @@ def fit(config: Config, task: Task, folder: Path, accelerator: Accelerator) -> t
                     trainer.keep_checkpoints,
                 )
     return metrics, records
+
+
+def create_draws(config: Config, task: Task, accelerator: Accelerator) -> Draws:
+    """What this process reads at which step."""
+    return Draws(
+        num_examples=len(task.train_data),  # type: ignore[arg-type]
+        batch_size=config.trainer.batch_size,
+        num_steps=config.trainer.max_steps,
+        seed=config.seed,
+        process_index=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+    )
 
 
 class History:

@@ -68,7 +68,7 @@ class Progress:
         names = (
             "loss",
             "test_loss",
-            *(key for key in line if key.startswith("test_") and not key.endswith(("loss", "error"))),
+            *(key for key in line if key.startswith("test_") and not key.endswith(("_loss", "_standard_error"))),
         )
         numbers = "  ".join(f"{name.replace('_', ' ')} {line[name]:.4f}" for name in names if name in line)
         self.console.print(
