@@ -107,7 +107,8 @@ class BlockHost(Host):
         sides = []
         for size, window, shift in zip((height, width), self.window_size, self.shift_size, strict=True):
             place = torch.arange(-(-size // window) * window, device=device)
-            sides.append(torch.where(place >= size, 2, (place >= size - shift).long()))
+            # an image smaller than the shift goes round more than once
+            sides.append(torch.where(place >= size, 2, (place >= size - shift % size).long()))
         region = sides[0][:, None] * 3 + sides[1][None, :]
         region = torch.where((sides[0][:, None] == 2) | (sides[1][None, :] == 2), -1, region)
         region = window_partition(region[None, :, :, None], self.window_size).flatten(1)
