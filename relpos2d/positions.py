@@ -206,8 +206,9 @@ class OffsetLattice:
         self.steps = tuple(_common_measure(q, k) for q, k in zip(queries.step, keys.step, strict=True))
         self.query_strides = tuple(int(s / g) for s, g in zip(queries.step, self.steps, strict=True))
         self.key_strides = tuple(int(s / g) for s, g in zip(keys.step, self.steps, strict=True))
+        # plain numbers: a compiler that takes a size as a symbol knows no fractions
         self.first = tuple(
-            oq - ok - (size - 1) * sk
+            float(oq - ok) - (size - 1) * float(sk)
             for oq, ok, size, sk in zip(queries.origin, keys.origin, keys.shape, keys.step, strict=True)
         )
         self.shape = tuple(
@@ -224,7 +225,7 @@ class OffsetLattice:
     ) -> Float[Tensor, "*shape axes"]:
         """The distinct offsets, in rising order along each axis."""
         lines = [
-            torch.arange(size, device=device, dtype=dtype) * float(step) + float(first)
+            torch.arange(size, device=device, dtype=dtype) * float(step) + first
             for size, step, first in zip(self.shape, self.steps, self.first, strict=True)
         ]
         return torch.stack(torch.meshgrid(*lines, indexing="ij"), dim=-1)
