@@ -28,4 +28,4 @@ class Alibi(NumberEncoding):
         )
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
-        return -self.slopes * torch.linalg.vector_norm(offsets, dim=-1, keepdim=True)
+        return -self.slopes * torch.linalg.vector_norm(offsets.to(self.slopes.dtype), dim=-1, keepdim=True)
