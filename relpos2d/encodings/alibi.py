@@ -28,4 +28,5 @@ class Alibi(NumberEncoding):
         )
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
-        return -self.slopes * torch.linalg.vector_norm(offsets.to(self.slopes.dtype), dim=-1, keepdim=True)
+        dtype = torch.promote_types(offsets.dtype, self.slopes.dtype)  # whole offsets may come as integers
+        return -self.slopes * torch.linalg.vector_norm(offsets.to(dtype), dim=-1, keepdim=True)
