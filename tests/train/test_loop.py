@@ -142,7 +142,7 @@ def test_biases_norms_and_positions_do_not_decay() -> None:
         "relpos2d_swin_tiny_patch4_window7_224", encoding="table", depths=(1, 1), num_heads=(2, 2), embed_dim=32
     )
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    chosen = config().optimizer
+    chosen = config("optimizer.weight_decay=0.1").optimizer
     groups = create_optimizer_v2(model, opt=chosen.name, **chosen.given()).param_groups
     decayed = {names[id(p)] for group in groups if group["weight_decay"] for p in group["params"]}
     assert all(name.endswith("weight") and "norm" not in name for name in decayed)
