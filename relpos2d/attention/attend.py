@@ -53,6 +53,8 @@ def attend(
         k_pos, encoding = encoding.k_pos, encoding.encoding
     k_pos = q_pos if k_pos is None else k_pos
     _check(q, k, v, encoding, q_pos, k_pos, mask, backend)
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"attend: dropout_p={dropout_p} must be between 0 and 1")
     bias = encoding.bias(q_pos, k_pos) if prepared is None else prepared.bias
     scale = q.shape[-1] ** -0.5 if scale is None else scale
 
