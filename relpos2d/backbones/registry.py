@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from timm.models import generate_default_cfgs, load_pretrained, load_state_dict, model_entrypoint, register_model
+from timm.models import (
+    FeatureDictNet,
+    generate_default_cfgs,
+    load_pretrained,
+    load_state_dict,
+    model_entrypoint,
+    register_model,
+)
+from timm.models._features import FeatureGetterNet
 from timm.models._registry import get_arch_pretrained_cfgs
 from torch import nn
 
@@ -75,22 +84,48 @@ def _build(
     # saved by us: its arguments name the encoding, its weights are those of the swapped model
     ours = pretrained and "encoding" in (pretrained_model_args or {})
     cfg = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": pretrained_cfg_overlay, "cache_dir": cache_dir}
+    origin = {**_as_dict(pretrained_cfg), **(pretrained_cfg_overlay or {})}
     if pretrained and not ours:
-        _check_weights(name, source, {**_as_dict(pretrained_cfg), **(pretrained_cfg_overlay or {})}, kwargs)
-    model = model_entrypoint(source)(
-        pretrained=pretrained and not ours, pretrained_model_args=pretrained_model_args, **cfg, **kwargs
-    )
-    model = swap(model, encoding, **options)
-    model.pretrained_cfg["architecture"] = name
-    if ours:
-        load_pretrained(
-            model,
-            pretrained_cfg=model.pretrained_cfg,
-            num_classes=getattr(model, "num_classes", 0),
-            in_chans=kwargs.get("in_chans", 3),
-            cache_dir=cache_dir,
+        _check_weights(name, source, origin, kwargs)
+    try:
+        model = model_entrypoint(source)(
+            pretrained=pretrained and not ours, pretrained_model_args=pretrained_model_args, **cfg, **kwargs
         )
+        model = swap(model, encoding, **options)
+        model.pretrained_cfg["architecture"] = name
+        if ours:
+            _load_ours(model, in_chans=kwargs.get("in_chans", 3), cache_dir=cache_dir)
+    except RuntimeError as error:
+        if not pretrained or "loading state_dict" not in str(error):
+            raise
+        raise ValueError(f"{name}: the weights in {origin.get('file', 'the hub')} do not fit: {error}") from error
+    # what is saved with the model must name the encoding also where it is the default
+    model._model_args = {**getattr(model, "_model_args", {}), "encoding": encoding, **options}
     return model
+
+
+def _load_ours(model: Any, in_chans: int, cache_dir: Any) -> None:
+    """Load the weights of a swapped model into one, or into a feature extractor made from one."""
+    target: Any = model.model if isinstance(model, FeatureGetterNet) else model
+    if isinstance(model, FeatureGetterNet | FeatureDictNet):
+        num_classes, select = 0, _of_feature_extractor
+    else:
+        num_classes, select = target.num_classes, None
+    load_pretrained(
+        target,
+        pretrained_cfg=model.pretrained_cfg,
+        num_classes=num_classes,
+        in_chans=in_chans,
+        filter_fn=select,
+        cache_dir=cache_dir,
+    )
+
+
+def _of_feature_extractor(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Those of a whole model that a feature extractor has, by its names: layers.0.* are layers_0.* there."""
+    flat = isinstance(model, FeatureDictNet)
+    named = {re.sub(r"^layers\.(\d+)\.", r"layers_\1.", key) if flat else key: w for key, w in weights.items()}
+    return {key: named[key] for key in model.state_dict() if key in named}
 
 
 def _as_dict(pretrained_cfg: Any) -> dict[str, Any]:
@@ -110,15 +145,30 @@ def _check_weights(name: str, source: str, cfg: dict[str, Any], kwargs: dict[str
     for key in ("model", "state_dict"):
         weights = weights.get(key, weights)
     with_meta = {**kwargs, "device": "meta"}
-    with_meta.pop("features_only", None)
-    with_meta.pop("out_indices", None)
+    for option in ("features_only", "out_indices", "feature_cls"):
+        with_meta.pop(option, None)
     expected = model_entrypoint(source)(pretrained=False, **with_meta).state_dict()
     present = sum(key in weights for key in expected)
+    who = f"{name}: the weights in {file or 'state_dict'} are of another architecture"
     if present < len(expected) / 2:
         raise ValueError(
-            f"{name}: the weights in {file or 'state_dict'} are of another architecture: they hold {present} of the "
-            f"{len(expected)} parameters of {source} (theirs begin with {', '.join(list(weights)[:3])})"
+            f"{who}: they hold {present} of the {len(expected)} parameters of {source} "
+            f"(theirs begin with {', '.join(list(weights)[:3])})"
         )
+    # with another number of classes timm does not load strictly; what it fits to the model lies outside the blocks
+    missing = [
+        key for key in expected if _block(key) and key not in weights and not key.endswith((".gamma", "_bias_table"))
+    ]
+    foreign = {_block(key) for key in weights} - {_block(key) for key in expected}
+    if missing or foreign:
+        what = f"they lack {missing[0]}" if missing else f"{source} has no {min(map(str, foreign))}"
+        raise ValueError(f"{who}: {what}")
+
+
+def _block(key: str) -> str | None:
+    """The block that a parameter belongs to, None if to no block."""
+    found = re.match(r"(layers\.\d+\.)?blocks\.\d+", key)
+    return found and found[0]
 
 
 def _entry_point(name: str) -> Callable[..., nn.Module]:
