@@ -110,12 +110,7 @@ def test_absolute_encodings_are_added_to_the_patches(family: str, encoding: str)
 @pytest.mark.parametrize("family", WINDOWED)
 def test_reset_draws_the_temperature_and_the_biases_anew(family: str) -> None:
     model = swapped(family, "rope_mixed", img_size=(32, 64))
-    if family == "swin":
-        model.init_weights(mode="reset", needs_reset=True)
-    else:
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+    model.init_weights(needs_reset=True)
     attention = model.layers[0].blocks[0].attn
     assert attention.encoding.freqs.norm(dim=0).max() <= 1 + 1e-5
     if family == "swinv2":
