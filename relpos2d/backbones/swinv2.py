@@ -35,9 +35,18 @@ class RelPosWindowAttentionV2(WindowHost, WindowAttention):
             qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
         q, k, v = qkv.reshape(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         temperature = self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
-        q = (F.normalize(q, dim=-1) * temperature).to(v.dtype)
-        k = F.normalize(k, dim=-1).to(v.dtype)
+        q, k = (_unit(q) * temperature).to(v.dtype), _unit(k).to(v.dtype)
         return self._attend(q, k, v, mask, 1.0)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x| in at least float32, where F.normalize divides 0 by 0 in half precision: keys of padding are zeros.
+
+    Zeros stay zeros, and their gradient, which nobody needs, stays small enough for half precision.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.where(norm > 1e-12, norm, 1.0)
 
 
 class RelPosSwinTransformerV2Block(BlockHost, SwinTransformerV2Block):
