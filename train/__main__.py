@@ -13,8 +13,9 @@ from rich.console import Console
 
 from train import report
 from train.checkpoint import last_checkpoint, replace_text
-from train.config import Config, ConfigError, default_output, list_configs, load_config, resolved_yaml
-from train.loop import CHECKPOINTS, HISTORY, TENSORBOARD, create_accelerator, create_draws, fit
+from train.config import Config, default_output, list_configs, load_config, resolved_yaml
+from train.data.fetch import FetchError
+from train.loop import CHECKPOINTS, HISTORY, TENSORBOARD, NonFiniteLoss, create_accelerator, create_draws, fit
 from train.tasks import create_task
 
 CONFIG, METRICS = "config.yaml", "metrics.json"
@@ -33,10 +34,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     try:
         run(given.config, given.overrides)
-    except (ConfigError, ValueError, RuntimeError, OSError) as error:
+    except (ValueError, OSError, FetchError, NonFiniteLoss) as error:
         if os.environ.get("RELPOS2D_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}\n(RELPOS2D_TRACEBACK=1 shows where)", file=sys.stderr)
         return 1
     return 0
 

@@ -12,7 +12,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch.utils.tensorboard import SummaryWriter
 
-from train.checkpoint import save_checkpoint
+from train.checkpoint import last_checkpoint, save_checkpoint
 from train.config import Config
 from train.data.stream import Draws, training_batches
 from train.report import Progress
@@ -69,8 +69,8 @@ def fit(
                 loss, scalars = task.loss(model, send_to_device(batch, accelerator.device))
             if not math.isfinite(loss_value := loss.item()):
                 raise NonFiniteLoss(
-                    f"the loss is {loss_value} at step {step} (learning rate {optimizer.param_groups[0]['lr']:.3g}); "
-                    f"the last checkpoint in {folder / CHECKPOINTS} is good"
+                    f"the loss is {loss_value} at step {step}, with a learning rate of "
+                    f"{optimizer.param_groups[0]['lr']:.3g}; last good checkpoint: {last_checkpoint(folder / CHECKPOINTS)}"
                 )
             optimizer.zero_grad()
             accelerator.backward(loss)
