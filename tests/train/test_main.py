@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from train.__main__ import main
+from train.__main__ import claim_folder, main
 from train.checkpoint import load_checkpoint
 from train.config import list_configs, load_config
 from train.tasks import create_task
@@ -52,31 +52,44 @@ def test_two_steps_fill_the_run_folder(command: list[str], capsys: pytest.Captur
     assert "\x1b" not in printed  # plain where there is no terminal
 
 
-def test_nothing_is_overwritten_unless_told(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "encoding=none"]) == 0
-    assert main([*command, "encoding=none"]) == 0  # the default finds a free name
-    assert Path("runs/classify/digits-none-0-2/metrics.json").is_file()
-    assert not Path("runs/classify/digits-none-0/maps.png").exists()  # `none` has no map
-    capsys.readouterr()
+def test_the_default_output_is_the_first_free_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = load_config("classify/digits", ["encoding=[table, rope_axial]", "seed=4"])
+    folders = [claim_folder("classify/digits", config) for _ in range(3)]
+    base = "runs/classify/digits-table+rope_axial-4"
+    assert [str(folder) for folder in folders] == [base, f"{base}-2", f"{base}-3"]
+    assert all(folder.is_dir() for folder in folders)
 
-    taken = "output=runs/classify/digits-none-0"
-    before = Path("runs/classify/digits-none-0/metrics.json").read_text()
-    assert main([*command, taken]) == 1
-    assert "is not empty. Name another folder, or say trainer.overwrite=true" in capsys.readouterr().err
-    assert Path("runs/classify/digits-none-0/metrics.json").read_text() == before
-    (Path("runs/classify/digits-none-0") / "notes.txt").write_text("mine")
-    assert main([*command, taken, "trainer.overwrite=true"]) == 0
-    assert Path("runs/classify/digits-none-0/notes.txt").read_text() == "mine"
-    assert Path("runs/classify/digits-none-0/maps.png").exists()
 
-    Path("precious").mkdir()
-    Path("precious/metrics.json").write_text("not a run")
-    assert main([*command, "output=precious", "trainer.overwrite=true"]) == 1
-    assert "replaces runs only, and there is no config.yaml in it" in capsys.readouterr().err
-    assert Path("precious/metrics.json").read_text() == "not a run"
-    Path("file").write_text("")
-    assert main([*command, "output=file"]) == 1
-    assert "is a file" in capsys.readouterr().err
+def test_a_run_is_not_overwritten_unless_told(tmp_path: Path) -> None:
+    config = load_config("classify/digits", [f"output={tmp_path}"])
+    overwriting = load_config("classify/digits", [f"output={tmp_path}", "trainer.overwrite=true"])
+    assert claim_folder("classify/digits", config) == tmp_path  # empty
+    (tmp_path / "metrics.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not empty. Name another folder, or say trainer.overwrite=true"):
+        claim_folder("classify/digits", config)
+    with pytest.raises(ValueError, match=r"replaces runs only, and there is no config.yaml in it"):
+        claim_folder("classify/digits", overwriting)
+    assert (tmp_path / "metrics.json").read_text() == "{}"
+
+    for name in ("config.yaml", "maps.png", "history.jsonl", "notes.txt"):
+        (tmp_path / name).write_text("x")
+    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
+    assert claim_folder("classify/digits", overwriting) == tmp_path
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]  # what a run does not write stays
+
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file; a folder is wanted"):
+        claim_folder("classify/digits", load_config("classify/digits", [f"output={tmp_path / 'file'}"]))
+
+
+def test_a_model_without_relative_positions_has_no_maps(command: list[str]) -> None:
+    assert main([*command, "encoding=none", "output=run"]) == 0
+    assert Path("run/metrics.json").is_file()
+    assert not Path("run/maps.png").exists()
+    assert main([*command, "output=run"]) == 1
+    assert main([*command, "output=run", "trainer.overwrite=true"]) == 0
+    assert Path("run/maps.png").exists()
 
 
 @pytest.mark.parametrize(
