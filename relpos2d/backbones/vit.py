@@ -102,7 +102,7 @@ class PositionHost(Host, HostModel):
         if self.drop_patches is not None:
             tokens, kept = self.drop_patches(tokens)
             if kept is not None:
-                places = grid.coords(device=x.device).expand(len(x), -1, -1)
+                places = grid.coords(device=x.device).expand(x.shape[0], -1, -1)
                 kept = kept.unsqueeze(-1).expand(-1, -1, places.shape[-1])
                 positions = Points(places.gather(1, kept), num_prefix_tokens=grid.num_prefix_tokens)
         self._set_positions(positions)
@@ -111,8 +111,8 @@ class PositionHost(Host, HostModel):
     def _without_positions(self, x: Tensor) -> Tensor:
         """Prefix and patch tokens of (B, H, W, C) or (B, N, C), with nothing added."""
         prefix = (getattr(self, name, None) for name in ("cls_token", "dist_token", "reg_token"))
-        tokens = [token.expand(len(x), -1, -1) for token in prefix if token is not None]
-        return torch.cat([*tokens, x.reshape(len(x), -1, x.shape[-1])], dim=1)
+        tokens = [token.expand(x.shape[0], -1, -1) for token in prefix if token is not None]
+        return torch.cat([*tokens, x.reshape(x.shape[0], -1, x.shape[-1])], dim=1)
 
     def _set_positions(self, positions: Positions) -> None:
         for block in self.blocks:
