@@ -93,7 +93,7 @@ WRONG = {
     "unknown optimizer": (["optimizer.name=adamm"], ["optimizer.name = 'adamm': unknown optimizer; did you mean adam"]),
     "unknown schedule": (["schedule.name=cosin"], ["schedule.name = 'cosin': must be 'cosine'; did you mean cosine?"]),
     "key of nothing": (["data.size.height=3"], ["data.size.height = 3: there is no size in data"]),
-    "key below a value": (["trainer.max_steps.x=3"], ["trainer.max_steps.x = 3: trainer.max_steps is 2000, which has no keys"]),
+    "key below a value": (["trainer.max_steps.x=3"], ["trainer.max_steps.x = 3: trainer.max_steps is 2500, which has no keys"]),
     "no equals sign": (["encoding"], ["'encoding': an override is written key=value"]),
     "broken yaml": (["encoding=[table"], ["encoding = '[table': no readable YAML value"]),
     "given twice": (["seed=1", "seed=2"], ["seed: given twice"]),
@@ -101,6 +101,10 @@ WRONG = {
     "scene too small": (
         ["data={name: digit_scenes, canvas: [28, 28]}"],
         ["data: canvas = 28 x 28 is too small for num_digits = 4"]),
+    "scene too tight": (
+        ["data={name: digit_scenes, lattice: 4, reach: 15}"],
+        ["data: reach = 15: must be at least 16, the first place beside a glyph"],
+    ),
     "missing": (["data={name: image_folder}"], ["data.path: missing"]),
     "all at once": (
         ["optimizer.lrr=1", "encoding=tabl", "trainer.batch_size=0", "seed=-1"],
