@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -290,15 +289,15 @@ class _Probe:
 
     def _pairs(
         self, encoding: Encoding, pos: Positions, *, grad: bool = False
-    ) -> Iterator[tuple[str, Float[Tensor, "2 heads tokens tokens"]]]:
+    ) -> list[tuple[str, Float[Tensor, "2 heads tokens tokens"]]]:
         """What the encoding makes of each pair: the score, and the value vectors (one number each) where it has any."""
         with torch.set_grad_enabled(grad):
             q, k = (x.expand(-1, -1, pos.num_tokens, -1) for x in (self.query, self.key))
             content = encoding.content(q, k)
-            turned_q = encoding.rotate(q if content is None else q + content, pos, "query")
+            turned_q = encoding.rotate(q if content is None else q + content * encoding.strength, pos, "query")
             scores = self.scale * turned_q @ encoding.rotate(k, pos, "key").transpose(-2, -1)
             added = self._added(encoding, pos)
-            yield "score", scores if added is None else scores + added
+            found = [("score", scores if added is None else scores + added)]
             columns = []
             for key in range(pos.num_tokens):
                 # all attention to one key: the output is the vector of the pair
@@ -306,9 +305,10 @@ class _Probe:
                 weights[..., key] = 1.0
                 vectors = encoding.value(weights, pos, pos)
                 if vectors is None:
-                    return
+                    return found
                 columns.append(vectors @ self.direction)
-            yield "value", torch.stack(columns, dim=-1)
+            # a list and no generator: one that pauses inside would leave gradients switched off for its caller
+            return [*found, ("value", torch.stack(columns, dim=-1))]
 
     def _added(self, encoding: Encoding, pos: Positions) -> Float[Tensor, "2 heads tokens tokens"] | None:
         """Numbers and vectors: what is added to the scores, without the product of turned queries and keys."""
