@@ -7,8 +7,13 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed() -> Iterator[None]:
     torch.manual_seed(20260)
+    yield
+    left_behind = not torch.is_grad_enabled() or torch.get_default_dtype() != torch.float32
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    assert not left_behind, "gradients are left switched off, or the default dtype changed, for whoever comes next"
 
 
 @pytest.fixture

@@ -83,6 +83,7 @@ class ContentShift(Encoding):
         self.pos_bias_u = nn.Parameter(torch.randn(self.num_heads, 1, self.head_dim, dtype=options.get("dtype")))
 
     def content(self, q: Tensor, k: Tensor) -> Tensor:
+        assert k.shape[1] == self.num_heads
         return self.pos_bias_u.to(q.dtype)
 
 
@@ -448,7 +449,7 @@ class TestCombined:
     @pytest.mark.parametrize(
         ("make", "text"),
         [
-            (lambda: Combined(), "Combined: needs at least one encoding"),
+            (lambda: Combined(), "^Combined: needs at least one encoding"),
             (
                 lambda: Combined(create_encoding("none", 2, 4, Grid(3)), create_encoding("none", 3, 4, Grid(3))),
                 "Combined: .* does not fit .*; heads, head_dim and axes must be equal",
@@ -513,6 +514,15 @@ class TestByName:
         assert table.positions == Grid(3, 4, step=0.5, origin=2)
         named = create_encoding({"name": ["table", "alibi"], "strength": 0.25}, 2, 4, positions)
         assert (named.strength, [part.name for part in named]) == (0.25, ["table", "alibi"])
+
+    @pytest.mark.parametrize("name", [info.name for info in list_encodings()])
+    def test_every_constructor_hands_on_strength_device_and_dtype(self, name: str) -> None:
+        positions = Grid(3, num_prefix_tokens=1)
+        encoding = create_encoding(name, 2, 4, positions, strength=0.25, dtype=torch.float64)
+        assert encoding.strength == 0.25
+        assert encoding.strength.dtype == torch.float64
+        meta = create_encoding(name, 2, 4, positions, device="meta")
+        assert all(t.is_meta for t in (*meta.parameters(), *meta.buffers()))
 
     def test_device_and_dtype(self) -> None:
         for spec in ("table", ["table", "cpb"]):

@@ -229,6 +229,12 @@ class TestOffsets:
         assert_close(offsets[1, 3, 5], points.places[1, 3] - torch.tensor([2.0, 1.0]))
         assert_close(Grid(3, 2).offsets(points), -offsets.transpose(1, 2))
 
+    def test_device_is_that_asked_for(self) -> None:
+        assert Grid(3, 2).offsets(Grid(3, 2), device="meta").device.type == "meta"
+        points = Grid(3, 2).points()
+        assert points.coords(device="meta").device.type == "meta"
+        assert points.offsets(points, device="meta").device.type == "meta"
+
     def test_offsets_of_points_follow_their_device(self) -> None:
         points = Points(torch.zeros(1, 4, 2, device="meta"))
         assert Grid(3, 2).offsets(points).device.type == "meta"
@@ -332,7 +338,10 @@ class TestJoin:
         ("make", "text"),
         [
             (lambda: join(), "join: needs at least one Grid or Points"),
-            (lambda: join(Grid(2), Grid(2, num_prefix_tokens=1)), "join: only the first part may have prefix tokens"),
+            (
+                lambda: join(Grid(2), Grid(2, num_prefix_tokens=1)),
+                "^join: only the first part may have prefix tokens, since they stand in front of all places$",
+            ),
             (lambda: join(Grid(2), Grid(2, 2)), "offsets: 1 axes against 2"),
             (
                 lambda: join(Points(torch.zeros(2, 1, 1)), Points(torch.zeros(3, 1, 1))),

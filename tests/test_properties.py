@@ -178,6 +178,17 @@ class TestRelative:
             with pytest.raises(NotImplementedError, match=f"{type(encoding).__name__}: an encoding of the family"):
                 encoding.at(torch.zeros(num_axes))
 
+    @pytest.mark.parametrize(("spec", "num_axes"), RELATIVE)
+    def test_whole_offsets_may_come_as_integers(self, spec, num_axes: int) -> None:
+        encoding = make(spec, num_axes, dtype=torch.float32)
+        if has_numbers(encoding):
+            offsets = torch.randint(-3, 4, (5, num_axes))
+            numbers = encoding.at(offsets)
+            assert numbers.is_floating_point()
+            assert_close(numbers, encoding.at(offsets.float()))
+        else:
+            assert encoding.bias(encoding.positions, encoding.positions) is None
+
 
 class TestPointsEqualGrid:
     @pytest.mark.parametrize(("spec", "num_axes"), EVERY)

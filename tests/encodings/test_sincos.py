@@ -13,7 +13,7 @@ from tests.tolerances import assert_close
 
 @pytest.mark.parametrize(
     "grid",
-    [Grid(7), Grid(4, 6), Grid(5, 3, num_prefix_tokens=2), Grid(2, 3, 2), Grid(4, 3, step=(0.5, 2), origin=(-3, 0.25))],
+    [Grid(7), Grid(4, 6), Grid(5, 3, num_prefix_tokens=2), Grid(2, 3, 2), Grid(4, 3, step=(0.5, 2), origin=(-3, 0.3))],
 )
 def test_formula_channel_by_channel(grid: Grid) -> None:
     encoding = create_encoding("sincos", 3, 4, grid, theta=50.0, dtype=torch.float64)

@@ -268,7 +268,7 @@ class TestResize:
     @pytest.mark.parametrize("name", ["table", "cpb", "learned"])
     def test_refuses_a_window_of_other_axes(self, name: str) -> None:
         encoding = create_encoding(name, 3, 4, Grid(3, 5))
-        with pytest.raises(ValueError, match=r"window_size=\(7,\) must have 2 axes"):
+        with pytest.raises(ValueError, match=rf"^{type(encoding).__name__}: window_size=\(7,\) must have 2 axes"):
             encoding.set_window_size((7,))
         with pytest.raises(ValueError, match=r"Grid: shape=\(0, 7\) must hold"):
             encoding.set_window_size((0, 7))
