@@ -290,6 +290,11 @@ class NumberEncoding(Encoding):
         if self.prefix_bias is not None:
             nn.init.zeros_(self.prefix_bias)
 
+    def at(self, offsets: Float[Tensor, "*batch axes"], query: Tensor | None = None) -> Float[Tensor, "*batch heads"]:
+        raise NotImplementedError(
+            f"{type(self).__name__}: write its formula, at(offsets, query=None): (..., axes) -> (..., heads)"
+        )
+
     def bias(self, q_pos: Positions, k_pos: Positions) -> Float[Tensor, "... queries keys"]:
         strength = self.strength.to(torch.promote_types(self.strength.dtype, torch.float32))
         numbers = self._numbers(q_pos, k_pos) * strength

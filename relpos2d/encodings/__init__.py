@@ -125,9 +125,14 @@ def _nearest(name: str, known: Any) -> str:
 def _discover() -> None:
     for module_info in pkgutil.iter_modules(__path__):
         module = importlib.import_module(f"{__name__}.{module_info.name}")
-        for cls in vars(module).values():
-            if isinstance(cls, type) and issubclass(cls, Encoding) and cls.name == module_info.name:
-                register_encoding(cls)
+        own = [c for c in vars(module).values() if isinstance(c, type) and c.__module__ == module.__name__]
+        named = [cls for cls in own if issubclass(cls, Encoding) and "name" in vars(cls)]
+        if [cls.name for cls in named] != [module_info.name]:
+            raise ValueError(
+                f"{module.__name__}: needs one class with name = {module_info.name!r}, as the file is called; "
+                f"it has {', '.join(f'{cls.__name__} with {cls.name!r}' for cls in named) or 'none'}"
+            )
+        register_encoding(named[0])
 
 
 _discover()
