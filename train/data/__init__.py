@@ -1,6 +1,6 @@
 """Data sets by the names that configs use."""
 
-from train.data.digits import DigitScenes, Digits
+from train.data.digits import Digits, DigitScenes
 from train.data.images import Data, ImageFolder, Images
 
 DATA: dict[str, type[Data]] = {"digits": Digits, "digit_scenes": DigitScenes, "image_folder": ImageFolder}

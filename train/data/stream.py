@@ -28,9 +28,13 @@ class Draws(Sampler[list[tuple[int, int]]]):
         num_processes: int = 1,
     ):
         if num_examples < batch_size:
-            raise ValueError(f"trainer.batch_size = {batch_size}: must be at most {num_examples}, the training examples there are")
+            raise ValueError(
+                f"trainer.batch_size = {batch_size}: must be at most {num_examples}, the training examples there are"
+            )
         if batch_size % num_processes:
-            raise ValueError(f"trainer.batch_size = {batch_size}: must be a multiple of {num_processes}, the processes there are")
+            raise ValueError(
+                f"trainer.batch_size = {batch_size}: must be a multiple of {num_processes}, the processes there are"
+            )
         self.num_examples, self.batch_size, self.num_steps, self.seed = num_examples, batch_size, num_steps, seed
         self.start_step, self.process_index, self.num_processes = start_step, process_index, num_processes
 
@@ -60,7 +64,8 @@ class Drawn(Dataset[Any]):
         epoch, index = draw
         seed = np.random.SeedSequence((self.seed, epoch, index)).generate_state(1, np.uint64)[0]
         outside = torch.get_rng_state()
-        torch.default_generator.manual_seed(int(seed))  # torch.manual_seed would walk through every device, for each image
+        # not torch.manual_seed, which walks through every device, for each image
+        torch.default_generator.manual_seed(int(seed))
         try:
             return self.dataset[index]
         finally:

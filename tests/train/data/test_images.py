@@ -31,7 +31,9 @@ def test_k1_exif_orientation_is_applied(tmp_path: Path) -> None:
         assert np.sort(quarters.ravel()).tolist() == [0, 0, 0, 255]
 
 
-@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "P+transparency", "RGB", "RGBA", "CMYK", "I;16", "I", "F", "YCbCr"])
+@pytest.mark.parametrize(
+    "mode", ["1", "L", "LA", "P", "P+transparency", "RGB", "RGBA", "CMYK", "I;16", "I", "F", "YCbCr"]
+)
 def test_k4_every_mode_becomes_rgb(mode: str, tmp_path: Path) -> None:
     grey = Image.new("L", (5, 4), 100)
     path = tmp_path / ("image.tif" if mode in ("CMYK", "F", "I", "YCbCr") else "image.png")
@@ -74,7 +76,7 @@ def test_k5_validation_is_read_with_the_training_map(image_folders: Path) -> Non
 
 def test_k5_unknown_class_is_an_error(image_folders: Path) -> None:
     (image_folders / "val" / "c").rename(image_folders / "val" / "cc")
-    with pytest.raises(ValueError, match="class 'cc' is not among the training classes a, b, c; did you mean c?"):
+    with pytest.raises(ValueError, match=r"class 'cc' is not among the training classes a, b, c; did you mean c\?"):
         folder(image_folders).load(seed=0)
 
 

@@ -60,13 +60,15 @@ def test_a_later_start_and_more_processes_draw_the_same() -> None:
 
 
 def test_m7_data_smaller_than_a_batch_are_refused() -> None:
-    with pytest.raises(ValueError, match="trainer.batch_size = 64: must be at most 50, the training examples there are"):
+    with pytest.raises(
+        ValueError, match=r"trainer.batch_size = 64: must be at most 50, the training examples there are"
+    ):
         Draws(50, 64, 10, seed=0)
     assert len(list(Draws(64, 64, 10, seed=0))) == 10
 
 
-def evaluation_batches_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(ValueError, match="trainer.batch_size = 9: must be a multiple of 2"):
+def test_batches_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"trainer.batch_size = 9: must be a multiple of 2"):
         Draws(50, 9, 10, seed=0, num_processes=2)
 
 
