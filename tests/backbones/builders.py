@@ -1,6 +1,7 @@
 """Small timm models of each family, with every parameter redrawn, and how their parts are compared."""
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from relpos2d import list_encodings, swap
-from tests.oracles import redraw
 
 #: family -> timm's name and what makes it small; heads of 8 and 16 channels, so that every rotary encoding fits
 SMALL: dict[str, tuple[str, dict[str, Any]]] = {
@@ -37,16 +37,25 @@ RELATIVE = [name for name in ENCODINGS if name not in ABSOLUTE]
 def build(family: str, *, seed: int = 1, dtype: torch.dtype = torch.float32, **kwargs: Any) -> Any:
     """timm's own small model of a family, in eval mode, every parameter redrawn from a seed."""
     name, small = SMALL[family]
-    model = timm.create_model(name, num_classes=5, **{**small, **kwargs}).to(dtype)
+    options = {"num_classes": 5, **small, **kwargs}
+    key = (name, repr(sorted(options.items())))
+    if key not in _built:
+        _built[key] = timm.create_model(name, **options)
+    model = copy.deepcopy(_built[key]).to(dtype)  # faster than to build it anew
     draw(model, seed)
     return model.eval()
+
+
+_built: dict[tuple[str, str], nn.Module] = {}
 
 
 def draw(model: nn.Module, seed: int) -> None:
     """Redraw every parameter of a model, norm weights and LayerScale too; the same for the same seed."""
     state = torch.get_rng_state()
     torch.manual_seed(seed)
-    redraw(model, std=0.3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
     torch.set_rng_state(state)
 
 

@@ -22,10 +22,10 @@ from tests.tolerances import assert_close
 
 NAMES = list(SOURCES)
 ENCODINGS: dict[str, list[Any]] = {
-    "vit": ["none", "table", "rope_mixed", ["cpb", "sincos"]],
-    "deit3": ["none", "cpb", "rope_axial", "learned"],
-    "swin": ["table", "cpb", "rope_mixed", ["table", "learned"]],
-    "swinv2": ["cpb", "table", "rope_axial", ["alibi", "sincos"]],
+    "vit": ["none", "table", ["cpb", "rope_mixed", "sincos"]],
+    "deit3": ["none", "rope_axial", "learned"],
+    "swin": ["table", "rope_mixed", ["table", "cpb", "learned"]],
+    "swinv2": ["cpb", "rope_axial", ["table", "alibi", "sincos"]],
 }
 LARGE = (192, 320)
 
@@ -125,7 +125,7 @@ def test_forward_and_backward(name: str, index: int) -> None:
         if is_vit(name) and parameter.startswith("blocks.1.") and ("_table" in parameter or "cpb_mlp" in parameter)
     }
     assert zero == expected
-    assert bool(expected) == (is_vit(name) and encoding_of(name, index) in ("table", "cpb", ["cpb", "sincos"]))
+    assert bool(expected) == (is_vit(name) and encoding_of(name, index) in ("table", ["cpb", "rope_mixed", "sincos"]))
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
