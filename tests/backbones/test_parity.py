@@ -107,7 +107,7 @@ def test_the_swapped_attention_runs(family: str) -> None:
         with torch.no_grad():
             for parameter in parameters:
                 parameter.copy_(torch.randn_like(parameter))
-        assert (model(image) - before).abs().max() > 1e-3
+        assert (model(image) - before).abs().max() > 1e-4  # exactly 0 if it did not run
         with torch.no_grad():
             for parameter, values in zip(parameters, kept, strict=True):
                 parameter.copy_(values)
