@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from accelerate.utils import broadcast_object_list, set_seed
 from rich.console import Console
 
@@ -48,6 +49,8 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
     accelerator = create_accelerator(config)
     console = Console(quiet=not accelerator.is_main_process)
     set_seed(config.seed)
+    if config.trainer.num_threads is not None:
+        torch.set_num_threads(config.trainer.num_threads)
     task = create_task(config)
     draws = create_draws(config, task, accelerator)
 

@@ -33,7 +33,7 @@ class Model(Node):
 
     name: str
     pretrained: bool = False
-    absolute: Literal["keep", "fade", "remove"] = "keep"
+    absolute: Literal["keep", "fade", "remove"] | None = None
 
 
 class Encoding(Node):
@@ -65,7 +65,11 @@ class Schedule(Node):
 
 
 class Trainer(Node):
-    """How long, in which batches and where to train, and how often to log, evaluate and save (in steps)."""
+    """How long, in which batches and where to train, and how often to log, evaluate and save (in steps).
+
+    `num_threads` of the CPU work on one operation; left open, torch takes all cores, which small models on a busy machine pay for
+    by a factor of ten.
+    """
 
     max_steps: PositiveInt
     batch_size: PositiveInt
@@ -77,6 +81,7 @@ class Trainer(Node):
     mixed_precision: Literal["no", "bf16"] = "no"
     device: Literal["auto", "cpu"] = "auto"
     num_workers: NonNegativeInt = 0
+    num_threads: PositiveInt | None = None
     overwrite: bool = False
 
 

@@ -59,8 +59,9 @@ class DigitScenes(Data):
     (1: anywhere). One of them is the question: 0 asks which digit stands right of it, 1 below, 2 left, 3 above. The others are
     of 4 to 9, and the label is the nearest of those in the quarter plane that the question looks into (right of: dx > |dy|).
     Any of the others is as likely to stand there, so whoever sees the digits without their places guesses one of
-    `num_digits - 1`. Scenes with a doubtful answer are not drawn. With `reach` the others stand at most so many pixels above,
-    below, left or right of the question, which is easier: with `lattice` = `reach` = `glyph_size` the answer is a neighbour.
+    `num_digits - 1`. Scenes with a doubtful answer are not drawn. `num_questions` says how many of the four are asked.
+    With `reach` the others stand at most so many pixels above, below, left or right of the question, which is easier: with
+    `lattice` = `reach` = `glyph_size` the answer is a neighbour.
 
     Training and test scenes use different glyphs. Scene i is the same for the same (seed, i); the test scenes do not depend
     on the seed.
@@ -70,6 +71,7 @@ class DigitScenes(Data):
     path: str | None = None
     canvas: tuple[PositiveInt, PositiveInt] = (84, 84)
     num_digits: int = Field(4, ge=3, le=1 + len(ANSWERS))
+    num_questions: int = Field(len(QUESTIONS), ge=1, le=len(QUESTIONS))
     glyph_size: int = Field(14, ge=7, le=SIDE)
     lattice: PositiveInt = 1
     reach: PositiveInt | None = None
@@ -195,7 +197,7 @@ class SceneDataset(Dataset[Example]):
         if not 0 <= index < self.num_scenes:
             raise IndexError(f"scene {index} of {self.num_scenes}")
         rng = np.random.default_rng([*self.stream, index])
-        question = int(rng.integers(len(QUESTIONS)))
+        question = int(rng.integers(self.options.num_questions))
         digits = [question, *rng.choice(ANSWERS, self.options.num_digits - 1, replace=False).tolist()]
         places, answer = [], None
         while answer is None:

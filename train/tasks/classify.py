@@ -99,7 +99,7 @@ def create_backbone(config: Config, images: Images) -> nn.Module:
         "num_classes": len(images.classes),
         "img_size": (images.height, images.width),
     }
-    absolute = options.pop("absolute", "keep")
+    absolute = options.pop("absolute", None)
     try:
         if name.startswith("relpos2d_"):
             return timm.create_model(name, encoding=encoding, absolute=absolute, **options)
