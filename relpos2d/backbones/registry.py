@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Callable, Mapping
@@ -22,8 +23,7 @@ from timm.models._registry import get_arch_pretrained_cfgs
 from torch import nn
 
 from relpos2d.backbones.host import Spec, check_sizes
-from relpos2d.backbones.swap import swap
-from relpos2d.encodings import encoding_class, encoding_options
+from relpos2d.backbones.swap import options_of, swap
 
 _logger = logging.getLogger(__name__)
 
@@ -74,19 +74,18 @@ def _build(
     encoding = native if encoding is None else encoding
     for size in ("img_size", "patch_size", "window_size"):
         check_sizes(f"{name}: {size}", kwargs.get(size))
-    known = (
-        encoding_options(encoding_class(encoding if isinstance(encoding, str) else encoding.get("name", "")))
-        if isinstance(encoding, str | Mapping)
-        else {}
-    )
+    known = options_of(encoding)
     options = {key: kwargs.pop(key) for key in list(kwargs) if key in known or key in SWAP_OPTIONS}
 
-    # saved by us: its arguments name the encoding, its weights are those of the swapped model
-    ours = pretrained and "encoding" in (pretrained_model_args or {})
     cfg = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": pretrained_cfg_overlay, "cache_dir": cache_dir}
     origin = {**_as_dict(pretrained_cfg), **(pretrained_cfg_overlay or {})}
-    if pretrained and not ours:
-        _check_weights(name, source, origin, kwargs)
+    weights = _local_weights(origin) if pretrained else None
+    # saved by us: its arguments name the encoding, its weights are those of the swapped model
+    ours = pretrained and (
+        "encoding" in (pretrained_model_args or {}) or any(".encoding." in f".{key}" for key in weights or ())
+    )
+    if weights is not None and not ours:
+        _check_weights(name, source, origin.get("file"), weights, kwargs)
     try:
         model = model_entrypoint(source)(
             pretrained=pretrained and not ours, pretrained_model_args=pretrained_model_args, **cfg, **kwargs
@@ -95,6 +94,16 @@ def _build(
         model.pretrained_cfg["architecture"] = name
         if ours:
             _load_ours(model, in_chans=kwargs.get("in_chans", 3), cache_dir=cache_dir)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None or unknown[1] not in kwargs:
+            raise
+        close = difflib.get_close_matches(unknown[1], [*known, *SWAP_OPTIONS], n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(
+            f"{name}: unknown argument {unknown[1]!r}; {hint}options of {encoding!r}: {', '.join(known) or 'none'}; "
+            f"of swap(): {', '.join(SWAP_OPTIONS)}; the others go to timm's {source}"
+        ) from error
     except RuntimeError as error:
         if not pretrained or "loading state_dict" not in str(error):
             raise
@@ -134,16 +143,19 @@ def _as_dict(pretrained_cfg: Any) -> dict[str, Any]:
     return dict(pretrained_cfg) if isinstance(pretrained_cfg, Mapping) else pretrained_cfg.to_dict()
 
 
-def _check_weights(name: str, source: str, cfg: dict[str, Any], kwargs: dict[str, Any]) -> None:
-    """Refuse a local weight file of another architecture, which timm would load in part or not at all without a word."""
+def _local_weights(cfg: dict[str, Any]) -> dict[str, Any] | None:
+    """The weights that a configuration names, where they are at hand."""
     weights = cfg.get("state_dict")
     file = cfg.get("file")
     if weights is None and file and Path(file).is_file() and not cfg.get("custom_load"):
         weights = load_state_dict(file)
-    if weights is None:
-        return
     for key in ("model", "state_dict"):
-        weights = weights.get(key, weights)
+        weights = weights.get(key, weights) if weights else weights
+    return weights
+
+
+def _check_weights(name: str, source: str, file: str | None, weights: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    """Refuse local weights of another architecture, which timm would load in part or not at all without a word."""
     with_meta = {**kwargs, "device": "meta"}
     for option in ("features_only", "out_indices", "feature_cls"):
         with_meta.pop(option, None)

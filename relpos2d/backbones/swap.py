@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from timm.models._features import FeatureGetterNet
@@ -13,6 +14,7 @@ from relpos2d.backbones.swin import SwinFamily
 from relpos2d.backbones.swinv2 import SwinV2Family
 from relpos2d.backbones.vit import VitFamily
 from relpos2d.encoding import Encoding
+from relpos2d.encodings import encoding_class, encoding_options
 
 FAMILIES = (VitFamily, SwinV2Family, SwinFamily)
 
@@ -57,8 +59,20 @@ def swap(
     report.removed = [name for key, name in before.items() if key not in after]
     report.added = [name for key, name in after.items() if key not in before]
     report.strength = _strengths(host)
+    saved = getattr(model, "_model_args", {})
+    if "encoding" in saved:  # a registered model: what is saved with it must name the encoding that it has now
+        kept = {key: value for key, value in saved.items() if key not in options_of(saved["encoding"])}
+        given = {"absolute": absolute, "mask_padding": mask_padding}
+        model._model_args = {**kept, **given, "encoding": encoding}  # type: ignore[assignment]
     model.swap_report = report  # type: ignore[assignment]
     return model
+
+
+def options_of(encoding: Spec) -> dict[str, Any]:
+    """The options that an encoding takes; none for a sum, whose members have their own."""
+    if not isinstance(encoding, str | Mapping):
+        return {}
+    return dict(encoding_options(encoding_class(encoding if isinstance(encoding, str) else encoding.get("name", ""))))
 
 
 def _with_options(encoding: Spec, options: dict[str, Any]) -> Spec:

@@ -192,3 +192,32 @@ def test_weights_saved_by_timm_load_into_a_swapped_model_and_ours_do_not_into_an
     other = swap(build("swin", img_size=IMAGE), "cpb")
     with pytest.raises(RuntimeError, match="encoding"):
         other.load_state_dict(model.state_dict())
+
+
+@pytest.mark.parametrize("family", REGISTERED)
+def test_our_own_weights_in_a_file(family: str, tmp_path: Path) -> None:
+    trained = create(family, num_classes=1000, encoding="rope_axial")
+    draw(trained, 9)
+    overlay = {"file": save(trained, tmp_path / "ours.safetensors")}
+    model = create(family, pretrained=True, pretrained_cfg_overlay=overlay, encoding="rope_axial")
+    assert torch.equal(model(images(*IMAGE)), trained(images(*IMAGE)))
+    with pytest.raises(ValueError, match=r"the weights in .*ours.safetensors do not fit"):
+        create(family, pretrained=True, pretrained_cfg_overlay=overlay, encoding="rope_mixed")
+
+
+@pytest.mark.parametrize("family", REGISTERED)
+def test_a_second_swap_is_what_is_saved(family: str, tmp_path: Path) -> None:
+    model = swap(create(family, num_classes=5, encoding="rope_mixed", theta=3.0), "rope_axial", layout="half")
+    draw(model, 9)
+    save_for_hf(model, str(tmp_path), safe_serialization=True)
+    args = json.loads((tmp_path / "config.json").read_text())["model_args"]
+    assert args["encoding"] == {"name": "rope_axial", "layout": "half"}
+    assert "theta" not in args
+    again = timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()
+    assert torch.equal(again(images(*IMAGE)), model.eval()(images(*IMAGE)))
+
+
+@pytest.mark.parametrize("family", REGISTERED)
+def test_an_unknown_argument_names_the_nearest(family: str) -> None:
+    with pytest.raises(ValueError, match=r"unknown argument 'thetta'; did you mean 'theta'\? options of 'rope_axial'"):
+        create(family, encoding="rope_axial", thetta=3.0)
