@@ -84,7 +84,7 @@ def surroundings() -> dict[str, Any]:
     """Commit, versions and machine: what one needs to know to run it again."""
     return {
         "commit": commit(),
-        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
+        "command": ["python", "-m", "train", *sys.argv[1:]],
         "versions": {"python": platform.python_version()}
         | {n: installed(n) for n in ("relpos2d", "torch", "timm", "accelerate")},
         "machine": {
