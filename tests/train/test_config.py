@@ -93,7 +93,7 @@ WRONG = {
     "unknown optimizer": (["optimizer.name=adamm"], ["optimizer.name = 'adamm': unknown optimizer; did you mean adam"]),
     "unknown schedule": (["schedule.name=cosin"], ["schedule.name = 'cosin': must be 'cosine'; did you mean cosine?"]),
     "key of nothing": (["data.size.height=3"], ["data.size.height = 3: there is no size in data"]),
-    "key below a value": (["trainer.max_steps.x=3"], ["trainer.max_steps.x = 3: trainer.max_steps is 2000, which has no keys"]),
+    "key below a value": (["trainer.max_steps.x=3"], ["trainer.max_steps.x = 3: trainer.max_steps is 1800, which has no keys"]),
     "no equals sign": (["encoding"], ["'encoding': an override is written key=value"]),
     "broken yaml": (["encoding=[table"], ["encoding = '[table': no readable YAML value"]),
     "given twice": (["seed=1", "seed=2"], ["seed: given twice"]),
