@@ -380,3 +380,28 @@ def test_c4_one_step_moves_the_table() -> None:
     optimizer.step()
     assert not torch.equal(before, encoding.relative_position_bias_table)
     assert not torch.equal(out, attend(q, k, v, encoding, grid))
+
+
+@pytest.mark.parametrize(("window", "rows"), [((7, 7), 169), ((8, 12), 345), ((9, 7), 221), ((3, 5), 45)])
+def test_a4_every_offset_has_a_row_of_its_own(window: tuple[int, int], rows: int) -> None:
+    encoding = create_encoding("table", 1, 8, Grid(*window), dtype=torch.float64)
+    assert len(encoding.relative_position_bias_table) == rows
+    with torch.no_grad():
+        encoding.relative_position_bias_table.copy_(torch.arange(rows)[:, None])
+    bias = encoding.bias(Grid(*window), Grid(*window))
+    assert bias.unique().numel() == rows
+
+
+def test_b7_each_axis_is_resized_by_itself() -> None:
+    old, new = (4, 7), (6, 5)
+    lines = [create_encoding("table", 1, 8, Grid(size), dtype=torch.float64) for size in old]
+    both = create_encoding("table", 1, 8, Grid(*old), dtype=torch.float64)
+    y, x = (line.relative_position_bias_table.detach() for line in lines)
+    with torch.no_grad():  # a table that is a product of a column and a row stays one
+        both.relative_position_bias_table.copy_((y[:, None] * x[None, :]).flatten(0, 1))
+    for line, size in zip(lines, new, strict=True):
+        line.set_window_size((size,))
+    both.set_window_size(new)
+    expected = lines[0].table()[:, None] * lines[1].table()[None, :]
+    assert both.table().shape == (11, 9, 1)
+    torch.testing.assert_close(both.table(), expected, rtol=0, atol=1e-12)
