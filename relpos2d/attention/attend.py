@@ -82,7 +82,8 @@ def attend(
     needs_weights = any(term.meets == "value" for term in encoding.terms())
     if backend == "sdpa" and needs_weights:
         raise ValueError(f"attend: backend 'sdpa' has no weights to give to {type(encoding).__name__}, use 'explicit'")
-    # torch's fused CPU kernel has no gradient for its mask: it would fall back to a path slower than our plain one
+    # torch's fused CPU kernel has no gradient for its mask and falls back to unfused code; against that the plain path was up to
+    # a quarter faster on single attentions, and 2 % slower in a whole Swin-T
     unfused = backend == "auto" and mask is not None and mask.requires_grad and mask.device.type == "cpu"
     if backend == "explicit" or needs_weights or unfused:
         out = explicit.attend(q, k, v, mask, scale, dropout_p, lambda weights: encoding.value(weights, q_pos, k_pos))

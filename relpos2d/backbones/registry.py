@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,8 +23,6 @@ from torch import nn
 
 from relpos2d.backbones.host import Spec, check_sizes
 from relpos2d.backbones.swap import options_of, swap
-
-_logger = logging.getLogger(__name__)
 
 #: registered name -> timm's model, and the encoding that leaves it as it is
 SOURCES = {
