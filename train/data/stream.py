@@ -8,6 +8,17 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 
+class DamagedExample(ValueError):
+    """One example that cannot be read; training goes on with another in its place, up to a limit."""
+
+    def __init__(self, name: str, reason: object):
+        super().__init__(f"{name}: no readable image ({reason})")
+        self.name, self.reason = name, str(reason)
+
+    def __reduce__(self) -> tuple[Any, ...]:  # comes back whole from a data worker
+        return type(self), (self.name, self.reason)
+
+
 class Draws(Sampler[list[tuple[int, int]]]):
     """The batches of a run as lists of (epoch, index): each epoch is a new order, a batch may reach over two epochs.
 
