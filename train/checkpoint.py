@@ -1,91 +1,172 @@
 """Checkpoints that are complete or not there: written aside, flushed, then renamed; plain types and safetensors only."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-LAST = "last"
+Weights = dict[str, torch.Tensor]
+
+MANIFEST, STATE, OPTIMIZER = "manifest.json", "state.json", "optimizer.pt"
 
 
-def save_checkpoint(
-    folder: Path,
-    step: int,
-    model: dict[str, torch.Tensor],
-    optimizer: dict[str, Any],
-    state: dict[str, Any],
-    keep: int = 2,
-) -> Path:
-    """Writes FOLDER/step_N with model.safetensors, optimizer.pt and state.json, then points FOLDER/last to it.
+class CheckpointError(OSError):
+    """A checkpoint could not be written; what was there before still is."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What one step folder holds.
+
+    Attributes:
+        step: how many steps had been taken.
+        weights: state dicts by name: `model`, and `ema` where an average is kept.
+        optimizer: its state dict.
+        state: further plain values.
+    """
+
+    step: int
+    weights: dict[str, Weights]
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+
+
+def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path:
+    """Writes FOLDER/step_N: NAME.safetensors, optimizer.pt, state.json, and manifest.json with the checksum of each.
 
     Args:
-        model: a state dict.
-        optimizer: a state dict.
-        state: further plain values; `step` is added.
+        folder: made if need be. One process at a time may write here.
         keep: how many checkpoints to keep, counting this one.
+
+    Raises:
+        CheckpointError: the disk is full, the folder read-only, ...; older checkpoints are untouched.
     """
-    target, aside = folder / f"step_{step}", folder / f".step_{step}.{os.getpid()}"
-    aside.mkdir(parents=True)
+    target, aside = folder / f"step_{checkpoint.step}", folder / f".step_{checkpoint.step}.{os.getpid()}"
     try:
-        # tied weights share memory, which safetensors refuses: each name gets a copy of its own
-        save_file(
-            {key: value.detach().cpu().contiguous().clone() for key, value in model.items()},
-            aside / "model.safetensors",
-        )
-        torch.save(plain(optimizer), aside / "optimizer.pt")
-        (aside / "state.json").write_text(json.dumps(plain({**state, "step": step}), indent=2) + "\n")
+        aside.mkdir(parents=True)
+        for name, weights in checkpoint.weights.items():
+            # tied weights share memory, which safetensors refuses: each name gets a copy of its own
+            copies = {key: value.detach().cpu().contiguous().clone() for key, value in weights.items()}
+            save_file(copies, aside / f"{name}.safetensors")
+        torch.save(plain(checkpoint.optimizer), aside / OPTIMIZER)
+        (aside / STATE).write_text(json.dumps(plain({**checkpoint.state, "step": checkpoint.step}), indent=2) + "\n")
+        checksums = {file.name: checksum(file) for file in sorted(aside.iterdir())}
+        (aside / MANIFEST).write_text(json.dumps(checksums, indent=2) + "\n")
         for file in aside.iterdir():
             flush(file)
-        if target.exists():  # the same step again: the old one goes only when the new one is complete
+        flush(aside)
+        if target.exists():  # a damaged one that was passed over: a good one of this step would have been continued
             shutil.rmtree(target)
         os.replace(aside, target)
+        flush(folder)
+    except (
+        OSError,
+        SafetensorError,
+        RuntimeError,
+    ) as error:  # torch and safetensors have their own words for a full disk
+        shutil.rmtree(aside, ignore_errors=True)
+        kept = step_folders(folder)
+        raise CheckpointError(
+            f"the checkpoint of step {checkpoint.step} could not be written into {folder} ({error}); "
+            + (f"the last one there is {kept[-1].name}" if kept else "there is none yet")
+        ) from error
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    replace_text(folder / LAST, f"{target.name}\n")
     for old in step_folders(folder)[:-keep]:
         if old != target:
             shutil.rmtree(old)
     return target
 
 
-def load_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any], dict[str, Any]]:
-    """Model, optimizer and state of one step folder, or of the latest one in a folder of them.
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """All of one step folder.
 
     Raises:
-        ValueError: there is no complete checkpoint.
+        ValueError: it is damaged.
     """
-    found = folder if (folder / "state.json").is_file() else last_checkpoint(folder)
-    if found is None:
-        raise ValueError(f"{folder}: holds no checkpoint (step_N/model.safetensors, optimizer.pt, state.json)")
-    optimizer = torch.load(found / "optimizer.pt", map_location="cpu", weights_only=True)
-    return load_file(found / "model.safetensors"), optimizer, json.loads((found / "state.json").read_text())
+    if damage := damage_of(folder):
+        raise ValueError(f"{folder}: {damage}")
+    state = json.loads((folder / STATE).read_text())
+    weights = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
+    optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
+    return Checkpoint(state.pop("step"), weights, optimizer, state)
+
+
+def load_weights(folder: Path, which: Literal["auto", "model", "ema"] = "auto") -> Weights:
+    """The weights of one step folder: the average where one was kept (auto), the trained ones, or the average.
+
+    Raises:
+        ValueError: there are none of this kind, or they are damaged.
+    """
+    names = {"auto": ("ema", "model"), "model": ("model",), "ema": ("ema",)}[which]
+    for name in names:
+        file = folder / f"{name}.safetensors"
+        if file.is_file():
+            if damage := damage_of(folder, file.name):
+                raise ValueError(f"{folder}: {damage}")
+            return load_file(file)
+    raise ValueError(f"{folder}: holds no {' or '.join(f'{name}.safetensors' for name in names)}")
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint that `last` points to, else the one of the highest step. Half-written ones never get their name."""
-    with contextlib.suppress(OSError):
-        pointed = folder / (folder / LAST).read_text().strip()
-        if (pointed / "state.json").is_file():
-            return pointed
-    steps = step_folders(folder)
-    return steps[-1] if steps else None
+    """The step folder of the highest step that is whole. Damaged ones are passed over, with a warning each."""
+    for candidate in reversed(step_folders(folder)):
+        damage = damage_of(candidate)
+        if damage is None:
+            return candidate
+        warnings.warn(f"{candidate}: {damage}; looking for an earlier checkpoint", stacklevel=2)
+    return None
+
+
+def damage_of(folder: Path, *names: str) -> str | None:
+    """What is wrong with a step folder (or with some of its files), None if nothing is."""
+    try:
+        checksums = json.loads((folder / MANIFEST).read_text())
+        expected = names or tuple(checksums)
+        if not names and not {STATE, OPTIMIZER, "model.safetensors"} <= set(checksums):
+            return f"{MANIFEST} does not name all files of a checkpoint"
+        for name in expected:
+            if checksum(folder / name) != checksums[name]:
+                return f"{name} is damaged (its checksum differs from {MANIFEST})"
+    except FileNotFoundError as error:
+        return f"{Path(error.filename).name} is missing"
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        return f"is not readable ({error})"
+    return None
+
+
+def checksum(file: Path) -> str:
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, "sha256").hexdigest()
 
 
 def step_folders(folder: Path) -> list[Path]:
-    found = [path for path in folder.glob("step_*") if path.name[5:].isdigit() and (path / "state.json").is_file()]
+    """All step folders, whole or not, by step."""
+    found = [path for path in folder.glob("step_*") if path.name[5:].isdigit() and path.is_dir()]
     return sorted(found, key=lambda path: int(path.name[5:]))
+
+
+def remove_unfinished(folder: Path) -> None:
+    """What a killed process had not finished writing."""
+    for aside in folder.glob(".step_*"):
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def plain(value: Any) -> Any:
     """Numpy's numbers and arrays as Python's and torch's own, so that safe loading accepts them."""
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(plain(item) for item in value)
@@ -97,9 +178,14 @@ def plain(value: Any) -> Any:
 def replace_text(path: Path, text: str) -> None:
     """A whole new file or the old one."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
-    aside.write_text(text)
-    flush(aside)
-    os.replace(aside, path)
+    try:
+        aside.write_text(text)
+        flush(aside)
+        os.replace(aside, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        raise OSError(f"{path} could not be written ({error})") from error
     flush(path.parent)
 
 

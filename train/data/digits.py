@@ -61,8 +61,7 @@ class DigitScenes(Data):
     Any of the others is as likely to stand there, so whoever sees the digits without their places guesses one of
     `num_digits - 1`. Scenes with a doubtful answer are not drawn. `num_questions` says how many of the four are asked.
     With `reach` the others stand at most so many pixels above, below, left or right of the question, which is easier: with
-    `lattice` = `reach` = `glyph_size` the answer is a neighbour. With `shifted` the lattice of each scene starts at a pixel of its
-    own, so that glyphs do not line up with the patches of a model.
+    `lattice` = `reach` = `glyph_size` the answer is a neighbour.
 
     Training and test scenes use different glyphs. Scene i is the same for the same (seed, i); the test scenes do not depend
     on the seed.
@@ -75,7 +74,6 @@ class DigitScenes(Data):
     num_questions: int = Field(len(QUESTIONS), ge=1, le=len(QUESTIONS))
     glyph_size: int = Field(14, ge=7, le=SIDE)
     lattice: PositiveInt = 1
-    shifted: bool = False
     reach: PositiveInt | None = None
     num_train: PositiveInt = 100_000
     num_test: PositiveInt = 1_000
@@ -215,10 +213,8 @@ class SceneDataset(Dataset[Example]):
 def draw_places(rng: np.random.Generator, options: DigitScenes) -> list[Place]:
     """Upper left corners (y, x) of the glyphs, uniform over the lattice points allowed, no two glyphs overlapping."""
     size, lattice = options.glyph_size, options.lattice
-    starts = [min(lattice, side - size + 1) if options.shifted else 1 for side in options.canvas]
-    origin = rng.integers(0, starts).tolist()
     # the last lattice point of each axis, and how many lattice points the others may stand away from the question
-    last_y, last_x = ((side - size - start) // lattice for side, start in zip(options.canvas, origin, strict=True))
+    last_y, last_x = ((side - size) // lattice for side in options.canvas)
     reach = max(options.canvas) if options.reach is None else options.reach // lattice
     while True:
         fractions = iter(rng.random(32 * options.num_digits).tolist())
@@ -230,7 +226,7 @@ def draw_places(rng: np.random.Generator, options: DigitScenes) -> list[Place]:
             if all(abs(y - other_y) * lattice >= size or abs(x - other_x) * lattice >= size for other_y, other_x in points):
                 points.append((y, x))
                 if len(points) == options.num_digits:
-                    return [(origin[0] + y * lattice, origin[1] + x * lattice) for y, x in points]
+                    return [(y * lattice, x * lattice) for y, x in points]
         # the first ones block the rest: start again
 
 
