@@ -1,0 +1,175 @@
+"""A trained model from its run's folder alone: the data that it was trained on need not be there."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, cast
+
+import torch
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from safetensors import SafetensorError
+from torch import nn
+
+from train.checkpoint import STATE, last_checkpoint, load_weights
+from train.config import Config, load_config
+from train.data import Data, Images
+from train.loop import CHECKPOINTS
+from train.schema import Node
+from train.tasks.classify import create_backbone
+
+CONFIG, DESCRIPTION = "config.yaml", "data.json"
+
+Weights = Literal["auto", "model", "ema"]
+
+
+class Description(Node):
+    """What a classifier sees and what its outputs are called. Written beside a run, read when its model is used.
+
+    `crop_fraction` of a resized image is what the model sees of it; without one an image is resized to the size as a whole.
+    """
+
+    classes: tuple[str, ...] = Field(min_length=1)
+    num_channels: PositiveInt
+    height: PositiveInt
+    width: PositiveInt
+    mean: tuple[float, ...]
+    std: tuple[PositiveFloat, ...]
+    crop_fraction: float | None = Field(None, gt=0, le=1)
+    background: tuple[int, int, int] = (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A trained model, in evaluation mode on the CPU, and what is known about it."""
+
+    config: Config
+    model: nn.Module
+    description: Description
+    folder: Path  # of the run
+    checkpoint: Path  # its step_N
+    step: int
+    weights: Literal["model", "ema"]
+
+
+def describe(data: Data, images: Images) -> Description:
+    """The description of loaded data."""
+    names = ("classes", "num_channels", "height", "width", "mean", "std")
+    own = {name: getattr(data, name) for name in ("crop_fraction", "background") if hasattr(data, name)}
+    return Description(**{name: getattr(images, name) for name in names}, **own)
+
+
+def read_description(folder: Path) -> Description:
+    """The description in a run's folder.
+
+    Raises:
+        ValueError: there is none, or none that can be read.
+    """
+    path = folder / DESCRIPTION
+    try:
+        return Description.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder}: holds no {DESCRIPTION}, which a run writes when it starts") from None
+    except (ValidationError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: no readable description of data ({' '.join(str(error).split())})") from error
+
+
+def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | None = None) -> Restored:
+    """Builds a run's model in the size that it was trained in, and loads its weights.
+
+    Args:
+        checkpoint: a run's folder, its checkpoints/ (both: the latest complete checkpoint), or a step_N in there.
+        which: the weights themselves, their moving average, or the average where there is one.
+        config: the run's own with changes that leave the weights as they are.
+
+    Raises:
+        ValueError: no run, no complete checkpoint, a damaged one, or one of another model or encoding.
+    """
+    folder, found = find_checkpoint(Path(checkpoint))
+    config = config or load_config(str(folder / CONFIG))
+    description = read_description(folder)
+    model = create_backbone(without_pretrained(config), cast(Images, description))
+    try:
+        weights = load_weights(found, which)
+        step = json.loads((found / STATE).read_text())["step"]
+    except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
+        raise ValueError(f"{found}: no readable checkpoint ({error})") from error
+    load_strictly(model, weights, found, config)
+    used: Literal["model", "ema"] = "ema" if which != "model" and (found / "ema.safetensors").is_file() else "model"
+    return Restored(config, model.eval(), description, folder, found, step, used)
+
+
+def find_checkpoint(path: Path) -> tuple[Path, Path]:
+    """The run's folder and the step_N that a path means.
+
+    Raises:
+        ValueError: the path is no part of a run, or holds no complete checkpoint.
+    """
+    wanted = f"a run's folder, its {CHECKPOINTS}/ or a step_N in there"
+    if not path.is_dir():
+        raise ValueError(
+            f"checkpoint = {str(path)!r}: {'is a file' if path.exists() else 'no such folder'}; wanted: {wanted}"
+        )
+    above = path.resolve().parents
+    folder = next((f for f in (path, *above[:2]) if (f / CONFIG).is_file()), None)
+    if folder is None:
+        raise ValueError(f"checkpoint = {str(path)!r}: is no run, it has no {CONFIG}; wanted: {wanted}")
+    if folder != path and path.name.startswith("step_"):
+        return folder, path
+    found = last_checkpoint(folder / CHECKPOINTS)
+    if found is None:
+        raise ValueError(
+            f"checkpoint = {str(path)!r}: the run has no complete checkpoint yet (step_N in {CHECKPOINTS}/)"
+        )
+    return folder, found
+
+
+def without_pretrained(config: Config) -> Config:
+    """The same config for a model whose weights come from a checkpoint: nothing is fetched for it."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"pretrained": False})})
+
+
+def load_strictly(model: nn.Module, weights: dict[str, torch.Tensor], checkpoint: Path, config: Config) -> None:
+    """Loads weights that fit exactly: no name too few or too many, no shape that would have to be resized.
+
+    Raises:
+        ValueError: with what differs.
+    """
+    own = model.state_dict()
+    differences = [
+        *some("it lacks", [name for name in own if name not in weights]),
+        *some("it holds besides", [name for name in weights if name not in own]),
+        *some(
+            "of another shape:",
+            [
+                f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
+                for name, value in own.items()
+                if name in weights and weights[name].shape != value.shape
+            ],
+        ),
+    ]
+    if differences:
+        encodings = " + ".join(encoding.name for encoding in config.encodings)
+        raise ValueError(
+            f"{checkpoint}: is of another model or encoding than its run's {CONFIG} says, "
+            f"{config.model.name} with {encodings}: {'; '.join(differences)}"
+        )
+    model.load_state_dict(weights)
+
+
+def some(what: str, names: Sequence[str]) -> list[str]:
+    """One phrase that names the first of them; none for none."""
+    return [f"{what} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")] if names else []
+
+
+def to_device(name: str) -> torch.device:
+    """The device of that name; auto: CUDA where there is one.
+
+    Raises:
+        ValueError: torch knows no such device, or this machine has none.
+    """
+    wanted = ("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name
+    try:
+        return torch.empty(0, device=wanted).device
+    except (RuntimeError, AssertionError) as error:  # torch's ways of saying so
+        raise ValueError(f"device = {name!r}: {str(error).splitlines()[0]}") from error

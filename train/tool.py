@@ -1,0 +1,89 @@
+"""What the tools for trained models share: their arguments, errors of one line, results that are complete or not there."""
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from train.data.fetch import FetchError
+
+CHECKPOINT_HELP = "a run's folder, its checkpoints/ (both: the latest complete checkpoint), or a step_N in there"
+
+
+def create_parser(name: str, description: str) -> argparse.ArgumentParser:
+    """A parser that knows CHECKPOINT and --weights."""
+    parser = argparse.ArgumentParser(prog=f"python -m train.{name}", description=description)
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=CHECKPOINT_HELP)
+    parser.add_argument(
+        "--weights",
+        choices=("auto", "model", "ema"),
+        default="auto",
+        help="the weights themselves, their moving average, or (auto) the average where there is one",
+    )
+    return parser
+
+
+def run_tool(tool: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:
+    """The tool's exit code; 1 and a line on stderr for what cannot be done."""
+    try:
+        return tool(given)
+    except (ValueError, OSError, FetchError) as error:
+        if os.environ.get("RELPOS2D_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def positive(text: str) -> int:
+    """A whole number of at least 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """`224` or `192x256` as (height, width).
+
+    Raises:
+        ValueError: it is written otherwise.
+    """
+    sides = text.split("x")
+    if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
+        raise ValueError(f"image size {text!r}: must be N or HEIGHTxWIDTH, for example 224 or 192x256")
+    return int(sides[0]), int(sides[-1])
+
+
+def check_free(path: Path, overwrite: bool = False) -> None:
+    """Refuses a place that holds something.
+
+    Raises:
+        ValueError: it does, and is not allowed to be replaced.
+    """
+    if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path}: is there already")
+
+
+@contextmanager
+def written_aside(path: Path, overwrite: bool = False) -> Iterator[Path]:
+    """A path beside `path` to write a file or a folder at, which takes its place when all has gone well.
+
+    Raises:
+        ValueError: there is something already, and it is not to be replaced.
+    """
+    check_free(path, overwrite)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield aside
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif aside.is_dir():
+            path.unlink(missing_ok=True)
+        os.replace(aside, path)
+    finally:
+        if aside.is_dir():
+            shutil.rmtree(aside)
+        aside.unlink(missing_ok=True)
