@@ -6,6 +6,7 @@ A config is a list of assignments, in a file and then on the command line: `grou
 
 import functools
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +26,7 @@ from train.data import DATA, Data
 from train.schema import AnyNode, ConfigError, Node, node_from_parameters, unknown_name, validate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-GROUPS = ("model", "encoding", "data", "optimizer", "schedule", "trainer")
+GROUPS = ("model", "encoding", "data", "loss", "optimizer", "schedule", "handover", "trainer")
 
 
 class Model(Node):
@@ -47,12 +48,38 @@ class Encoding(Node):
         return self
 
 
+class Loss(Node):
+    """What a classifier minimises, with timm's label smoothing, Mixup and CutMix.
+
+    `mixup` and `cutmix` are the alphas of their beta distributions (0: off); a batch or an example (`mix_mode`) is mixed with
+    probability `mix_prob`, by CutMix with probability `switch_prob` where both are on. The partner is looked for in the part of
+    the batch that a process works on at once.
+    """
+
+    name: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
+    smoothing: float = Field(0.0, ge=0, lt=1)
+    mixup: NonNegativeFloat = 0.0
+    cutmix: NonNegativeFloat = 0.0
+    mix_prob: float = Field(1.0, ge=0, le=1)
+    switch_prob: float = Field(0.5, ge=0, le=1)
+    mix_mode: Literal["batch", "pair", "elem"] = "batch"
+
+    @property
+    def mixes(self) -> bool:
+        return self.mix_prob > 0 and (self.mixup > 0 or self.cutmix > 0)
+
+
 class Optimizer(Node):
-    """One of timm's optimizers by name; further keys are its constructor's. Biases, norms and positions never decay."""
+    """One of timm's optimizers by name; further keys are its constructor's. Biases, norms and positions never decay.
+
+    With `layer_decay` a layer learns at the rate of the next one times this factor, but at least at `layer_decay_min_scale`.
+    """
 
     name: str
     lr: PositiveFloat
     weight_decay: NonNegativeFloat = 0.0
+    layer_decay: float | None = Field(None, gt=0, le=1)
+    layer_decay_min_scale: float = Field(0.0, ge=0, le=1)
 
 
 class Schedule(Node):
@@ -64,25 +91,64 @@ class Schedule(Node):
     min_lr: NonNegativeFloat = 0.0
 
 
+class Handover(Node):
+    """From absolute to relative positions during training: over `steps` steps, after `start` steps without any change, the
+    strength of the relative encodings goes from 0 to 1 and that of the absolute ones from 1 to 0.
+
+    Encodings whose config gives a `strength` keep it. A backbone's own position embedding fades too, unless model.absolute says
+    otherwise.
+    """
+
+    steps: PositiveInt
+    shape: Literal["linear", "cosine"] = "linear"
+    start: NonNegativeInt = 0
+
+    def strength(self, step: int) -> float:
+        """The strength of the relative encodings in the step that comes after `step` steps; 0 in the first."""
+        done = min(max((step - self.start) / self.steps, 0.0), 1.0)
+        return done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
+
+
 class Trainer(Node):
     """How long, in which batches and where to train, and how often to log, evaluate and save (in steps).
 
-    `num_threads` of the CPU work on one operation; left open, torch takes all cores, which small models on a busy machine pay for
-    by a factor of ten.
+    `batch_size` counts the whole batch of a step: all processes, all of the `accumulate` parts whose gradients are summed.
+    `trainable: positions` trains the encodings alone; `frozen_stages` keeps the stem and so many stages (Swin) or blocks (ViT) as
+    they are. `ema_decay` keeps an average of the weights (timm's, with its warm-up), which is then what is evaluated.
+    A step whose loss or gradient is not finite is left out and counted; after more than `max_skipped_steps` of them in a row the
+    run stops. `num_threads` of the CPU work on one operation; left open, torch takes all cores, which small models on a busy
+    machine pay for by a factor of ten. `parallel` is for several processes: copies of the model (ddp) or one that is shared out
+    (fsdp2). `allow_changes` continues a run with a config that differs from the one it was started with.
     """
 
     max_steps: PositiveInt
     batch_size: PositiveInt
+    accumulate: PositiveInt = 1
+    trainable: Literal["all", "positions"] = "all"
+    frozen_stages: NonNegativeInt = 0
+    ema_decay: float | None = Field(None, gt=0, lt=1)
+    clip_grad_norm: PositiveFloat | None = 1.0
+    max_skipped_steps: NonNegativeInt = 10
     log_every: PositiveInt = 10
     eval_every: PositiveInt = 200
     save_every: PositiveInt = 200
     keep_checkpoints: PositiveInt = 2
-    clip_grad_norm: PositiveFloat | None = 1.0
-    mixed_precision: Literal["no", "bf16"] = "no"
+    mixed_precision: Literal["no", "bf16", "fp16"] = "no"
+    compile: bool = False
     device: Literal["auto", "cpu"] = "auto"
+    parallel: Literal["ddp", "fsdp2"] = "ddp"
     num_workers: NonNegativeInt = 0
     num_threads: PositiveInt | None = None
     overwrite: bool = False
+    allow_changes: bool = False
+
+    @model_validator(mode="after")
+    def options_go_together(self) -> "Trainer":
+        if self.batch_size % self.accumulate:
+            raise ValueError(f"batch_size = {self.batch_size}: must be a multiple of accumulate = {self.accumulate}")
+        if self.parallel == "fsdp2" and self.mixed_precision == "fp16":
+            raise ValueError("mixed_precision = 'fp16': its loss scaling is not made for parallel = 'fsdp2'; use bf16")
+        return self
 
 
 class Config(Node):
@@ -94,18 +160,49 @@ class Config(Node):
     model: Model
     encoding: Encoding | tuple[Encoding, ...]
     data: Data
+    loss: Loss = Loss.model_validate({})
     optimizer: Optimizer
     schedule: Schedule
+    handover: Handover | None = None
     trainer: Trainer
 
     @model_validator(mode="after")
-    def warmup_ends_before_training(self) -> "Config":
-        if self.schedule.warmup_steps >= self.trainer.max_steps:
+    def changes_end_before_training(self) -> "Config":
+        last = self.trainer.max_steps
+        if self.schedule.warmup_steps >= last:
             raise ValueError(
-                f"schedule.warmup_steps = {self.schedule.warmup_steps}: "
-                f"must be less than trainer.max_steps = {self.trainer.max_steps}"
+                f"schedule.warmup_steps = {self.schedule.warmup_steps}: must be less than trainer.max_steps = {last}"
+            )
+        if self.handover and self.handover.start + self.handover.steps >= last:
+            raise ValueError(
+                f"handover.start + handover.steps = {self.handover.start} + {self.handover.steps}: "
+                f"must be less than trainer.max_steps = {last}"
             )
         return self
+
+    @model_validator(mode="after")
+    def handover_has_a_receiver(self) -> "Config":
+        if self.handover and not self.moving():
+            raise ValueError(
+                f"handover: there is no relative encoding that could take over; encoding is "
+                f"{', '.join(encoding.name for encoding in self.encodings)} "
+                f"(one whose strength is given keeps it)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def batches_can_be_mixed(self) -> "Config":
+        part = self.trainer.batch_size // self.trainer.accumulate
+        if self.loss.mixes and part % 2:
+            raise ValueError(f"loss.mixup, loss.cutmix: need batches of even size, this is {part}")
+        return self
+
+    def moving(self) -> tuple[Encoding, ...]:
+        """The relative encodings that a handover moves."""
+        family = {entry.name: entry.family for entry in list_encodings()}
+        return tuple(
+            e for e in self.encodings if family[e.name] not in ("absolute", "none") and "strength" not in e.given()
+        )
 
     @property
     def encodings(self) -> tuple[Encoding, ...]:
@@ -298,6 +395,11 @@ def resolved_yaml(config: Config) -> str:
     tree["model"] = {
         key: value for key, value in tree["model"].items() if key in Model.model_fields or key in config.model.given()
     }
+    # a strength that is not given is the handover's
+    members = tree["encoding"] if isinstance(tree["encoding"], list) else [tree["encoding"]]
+    for encoding, member in zip(config.encodings, members, strict=True):
+        if "strength" not in encoding.given():
+            member.pop("strength", None)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
 
 

@@ -28,9 +28,9 @@ INK, ACCENT, FAINT, WRONG = "#222222", "#1f5fbf", "#b8c4d6", "#c03028"
 class Progress:
     """A bar with the time left on a terminal; a line for each evaluation (and a few between) elsewhere."""
 
-    def __init__(self, num_steps: int, enabled: bool = True, console: Console | None = None):
+    def __init__(self, num_steps: int, start: int = 0, enabled: bool = True, console: Console | None = None):
         self.console = console or Console()
-        self.num_steps, self.enabled = num_steps, enabled
+        self.num_steps, self.start, self.enabled = num_steps, start, enabled
         self.live = enabled and self.console.is_terminal
         self.bar = Bar(
             TextColumn("training"),
@@ -48,7 +48,7 @@ class Progress:
     def __enter__(self) -> "Progress":
         self.started = self.said = time.perf_counter()
         self.bar.start()
-        self.task = self.bar.add_task("training", total=self.num_steps, loss=float("nan"))
+        self.task = self.bar.add_task("training", total=self.num_steps, completed=self.start, loss=float("nan"))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,7 +64,7 @@ class Progress:
         if not self.enabled or not (evaluated or (not self.live and now - self.said > 10)):
             return
         self.said = now
-        left = (now - self.started) / step * (self.num_steps - step)
+        left = (now - self.started) / max(step - self.start, 1) * (self.num_steps - step)
         names = (
             "loss",
             "test_loss",
@@ -140,14 +140,16 @@ def read_history(path: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def draw_curves(history: Path, path: Path, score: str = "accuracy") -> Path:
-    """Loss, score and learning rate by step."""
+    """Loss, score, learning rate and, where positions are handed over, the strength of the relative ones, by step."""
     columns = read_history(history)
-    panels = (
+    panels: list[tuple[str, tuple[tuple[str, str, str], ...]]] = [
         ("loss", (("loss", "training", FAINT), ("test_loss", "test", ACCENT))),
         (score, ((f"train_{score}", "training", FAINT), (f"test_{score}", "test", ACCENT))),
         ("learning rate", (("lr", "", INK),)),
-    )
-    figure = Figure(figsize=(11, 3.2), layout="constrained")
+    ]
+    if "strength" in columns:
+        panels.append(("strength of relative positions", (("strength", "", INK),)))
+    figure = Figure(figsize=(3.7 * len(panels), 3.2), layout="constrained")
     for axes, (title, curves) in zip(figure.subplots(1, len(panels)), panels, strict=True):
         for key, label, colour in curves:
             if key in columns:

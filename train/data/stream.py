@@ -1,11 +1,17 @@
 """Which example is drawn at which step: a function of the seed alone, whatever the number of workers and processes."""
 
+import math
+import random
+import signal
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+Draw = tuple[int, int]  # (epoch, index)
 
 
 class DamagedExample(ValueError):
@@ -19,10 +25,21 @@ class DamagedExample(ValueError):
         return type(self), (self.name, self.reason)
 
 
-class Draws(Sampler[list[tuple[int, int]]]):
+class TooManyDamaged(ValueError):
+    """More examples are damaged than allowed."""
+
+
+class Draws(Sampler[list[Draw]]):
     """The batches of a run as lists of (epoch, index): each epoch is a new order, a batch may reach over two epochs.
 
-    So every batch is full and no example is dropped. Each process takes its share of the batch.
+    So every batch is full and no example is dropped. Each process takes its share of the batch, in `accumulate` parts one after
+    the other.
+
+    Args:
+        num_examples: how many there are to draw from.
+        batch_size: of a step, all processes and parts together.
+        num_steps: how many steps there are to come.
+        start: how many examples have been drawn before.
 
     Raises:
         ValueError: the data are fewer than one batch, or a batch cannot be shared out evenly.
@@ -34,65 +51,205 @@ class Draws(Sampler[list[tuple[int, int]]]):
         batch_size: int,
         num_steps: int,
         seed: int,
-        start_step: int = 0,
+        start: int = 0,
         process_index: int = 0,
         num_processes: int = 1,
+        accumulate: int = 1,
     ):
         if num_examples < batch_size:
             raise ValueError(
                 f"trainer.batch_size = {batch_size}: must be at most {num_examples}, the training examples there are"
             )
-        if batch_size % num_processes:
+        if batch_size % (num_processes * accumulate):
+            parts = f" times trainer.accumulate = {accumulate}" if accumulate > 1 else ""
             raise ValueError(
-                f"trainer.batch_size = {batch_size}: must be a multiple of {num_processes}, the processes there are"
+                f"trainer.batch_size = {batch_size}: must be a multiple of {num_processes}, the processes there are{parts}"
             )
         self.num_examples, self.batch_size, self.num_steps, self.seed = num_examples, batch_size, num_steps, seed
-        self.start_step, self.process_index, self.num_processes = start_step, process_index, num_processes
+        self.start, self.process_index, self.num_processes, self.accumulate = (
+            start,
+            process_index,
+            num_processes,
+            accumulate,
+        )
+
+    @property
+    def part_size(self) -> int:
+        """How many examples a process works on at once."""
+        return self.batch_size // (self.num_processes * self.accumulate)
 
     def __len__(self) -> int:
-        return self.num_steps - self.start_step
+        return self.num_steps * self.accumulate
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+    def __iter__(self) -> Iterator[list[Draw]]:
         order, order_epoch = np.arange(0), -1
-        for step in range(self.start_step, self.num_steps):
+        for step in range(self.num_steps):
             batch = []
-            for draw in range(step * self.batch_size, (step + 1) * self.batch_size):
+            for draw in range(self.start + step * self.batch_size, self.start + (step + 1) * self.batch_size):
                 epoch, position = divmod(draw, self.num_examples)
                 if epoch != order_epoch:
                     order, order_epoch = np.random.default_rng((self.seed, epoch)).permutation(self.num_examples), epoch
                 batch.append((epoch, int(order[position])))
-            yield batch[self.process_index :: self.num_processes]
+            for part in range(self.accumulate):
+                yield batch[self.process_index * self.accumulate + part :: self.num_processes * self.accumulate]
 
 
-class Drawn(Dataset[Any]):
+class Drawn(Dataset[tuple[Any, list[DamagedExample]]]):
     """A data set read by (epoch, index), with random numbers of its own for each: augmentation repeats exactly, and
-    differs between epochs, examples and seeds. The random state outside is left as it was."""
+    differs between epochs, examples and seeds. The random states outside are left as they were.
 
-    def __init__(self, dataset: Dataset[Any], seed: int):
-        self.dataset, self.seed = dataset, seed
+    In place of an example that cannot be read comes the next one that can; what was passed over is handed on beside it.
+    """
 
-    def __getitem__(self, draw: tuple[int, int]) -> Any:
+    def __init__(self, dataset: Dataset[Any], seed: int, max_damaged: int = 0):
+        self.dataset, self.seed, self.max_damaged = dataset, seed, max_damaged
+
+    def __getitem__(self, draw: Draw) -> tuple[Any, list[DamagedExample]]:
         epoch, index = draw
-        seed = np.random.SeedSequence((self.seed, epoch, index)).generate_state(1, np.uint64)[0]
-        outside = torch.get_rng_state()
-        # not torch.manual_seed, which walks through every device, for each image
-        torch.default_generator.manual_seed(int(seed))
+        num_examples = len(self.dataset)  # type: ignore[arg-type]
+        damaged: list[DamagedExample] = []
+        outside = torch.get_rng_state(), random.getstate(), np.random.get_state()  # noqa: NPY002 (that of others)
         try:
-            return self.dataset[index]
+            while True:
+                seed_everything(self.seed, epoch, index)
+                try:
+                    return self.dataset[index], damaged
+                except DamagedExample as error:
+                    damaged.append(error)
+                    if len(damaged) > self.max_damaged or len(damaged) == num_examples:
+                        raise too_many(damaged, self.max_damaged) from error
+                    index = (index + 1) % num_examples
         finally:
-            torch.set_rng_state(outside)
+            torch.set_rng_state(outside[0])
+            random.setstate(outside[1])
+            np.random.set_state(outside[2])  # noqa: NPY002
 
 
-def training_batches(dataset: Dataset[Any], draws: Draws, num_workers: int, pin_memory: bool) -> DataLoader[Any]:
-    """One pass over this loader is the whole training run."""
-    return DataLoader(Drawn(dataset, draws.seed), batch_sampler=draws, num_workers=num_workers, pin_memory=pin_memory)
+def seed_everything(*seeds: int, every_device: bool = False) -> None:
+    """Random numbers of torch, numpy and Python that follow from these numbers alone."""
+    first, second = np.random.SeedSequence(seeds).generate_state(2, np.uint64).tolist()
+    if every_device:
+        torch.manual_seed(first)
+    else:  # walking through every device takes too long for each image
+        torch.default_generator.manual_seed(first)
+    random.seed(second)
+    np.random.seed(second % 2**32)  # noqa: NPY002 (timm draws from it)
+
+
+class TrainingBatches:
+    """An iterator whose one pass is the whole training run. Close it: its workers end with it.
+
+    Raises (while iterating):
+        TooManyDamaged: more than `max_damaged` different examples could not be read. Up to there each is named in a warning.
+    """
+
+    def __init__(self, dataset: Dataset[Any], draws: Draws, num_workers: int, pin_memory: bool, max_damaged: int = 0):
+        self.loader = DataLoader(
+            Drawn(dataset, draws.seed, max_damaged),
+            batch_sampler=draws,
+            num_workers=num_workers,
+            pin_memory=pin_memory,
+            collate_fn=collate_drawn,
+            worker_init_fn=leave_signals_to_the_trainer,
+        )
+        self.max_damaged, self.damaged = max_damaged, dict[str, DamagedExample]()
+        self.batches: Iterator[Any] | None = iter(self.loader)
+
+    def __enter__(self) -> "TrainingBatches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.batches = None  # which ends the workers
+
+    def __next__(self) -> Any:
+        assert self.batches is not None
+        batch, damaged = next(self.batches)
+        for error in damaged:
+            if error.name not in self.damaged:
+                self.damaged[error.name] = error
+                warnings.warn(f"{error}; passed over, {len(self.damaged)} of {self.max_damaged} allowed", stacklevel=2)
+        if len(self.damaged) > self.max_damaged:
+            raise too_many(list(self.damaged.values()), self.max_damaged)
+        return batch
+
+
+def too_many(damaged: list[DamagedExample], allowed: int) -> TooManyDamaged:
+    names = ", ".join(error.name for error in damaged[:5]) + (", ..." if len(damaged) > 5 else "")
+    return TooManyDamaged(
+        f"{len(damaged)} damaged examples, data.max_damaged = {allowed} are allowed: {names} "
+        f"(the last: {damaged[-1].reason})"
+    )
+
+
+def collate_drawn(examples: list[tuple[Any, list[DamagedExample]]]) -> tuple[Any, list[DamagedExample]]:
+    return default_collate([example for example, _ in examples]), [
+        error for _, damaged in examples for error in damaged
+    ]
+
+
+def leave_signals_to_the_trainer(_: int) -> None:
+    """A whole process group is asked to end: the trainer still wants its batch, saves, and then ends its workers itself."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+class Readable(Dataset[tuple[int, Any]]):
+    """A data set read by index, in which what cannot be read is told instead of raised."""
+
+    def __init__(self, dataset: Dataset[Any]):
+        self.dataset = dataset
+
+    def __getitem__(self, index: int) -> tuple[int, Any]:
+        try:
+            return index, self.dataset[index]
+        except DamagedExample as error:
+            return index, error
+
+
+def collate_readable(examples: list[tuple[int, Any]]) -> tuple[list[int], Any, list[DamagedExample]]:
+    good = [(index, example) for index, example in examples if not isinstance(example, DamagedExample)]
+    damaged = [example for _, example in examples if isinstance(example, DamagedExample)]
+    batch = default_collate([example for _, example in good]) if good else None
+    return [index for index, _ in good], batch, damaged
 
 
 def evaluation_batches(
-    dataset: Dataset[Any], batch_size: int, num_workers: int, process_index: int = 0, num_processes: int = 1
+    dataset: Dataset[Any],
+    batch_size: int,
+    num_workers: int,
+    process_index: int = 0,
+    num_processes: int = 1,
+    max_damaged: int = 0,
 ) -> Iterator[tuple[list[int], Any]]:
-    """(indices, batch) over this process's share of the data, each example once, the last batch short."""
-    indices = range(process_index, len(dataset), num_processes)  # type: ignore[arg-type]
-    batches = [list(indices[start : start + batch_size]) for start in range(0, len(indices), batch_size)]
-    loader = DataLoader(dataset, batch_sampler=batches, num_workers=num_workers)
-    return zip(batches, loader, strict=True)
+    """(indices, batch) over this process's share of the data, each example once, the last batch short.
+
+    All processes get equally many batches, since a model that is shared out works only if all take part: where one has no
+    example left, it gets one that is not its own, and no index for it.
+
+    Raises (while iterating):
+        TooManyDamaged: more than `max_damaged` examples could not be read. Up to there each is named in a warning, and left out.
+    """
+    num_examples = len(dataset)  # type: ignore[arg-type]
+    share = range(process_index, num_examples, num_processes)
+    largest_share = math.ceil(num_examples / num_processes)
+    num_batches = math.ceil(largest_share / batch_size)
+    batches = [list(share[number * batch_size : (number + 1) * batch_size]) for number in range(num_batches)]
+    loader = DataLoader(
+        Readable(dataset),
+        batch_sampler=[batch or [0] for batch in batches],
+        num_workers=num_workers,
+        collate_fn=collate_readable,
+        worker_init_fn=leave_signals_to_the_trainer,
+    )
+    damaged: list[DamagedExample] = []
+    filler: Any = None
+    for wanted, (indices, batch, errors) in zip(batches, loader, strict=True):
+        for error in errors:
+            damaged.append(error)
+            if len(damaged) > max_damaged:
+                raise too_many(damaged, max_damaged) from error
+            warnings.warn(f"{error}; left out of the test, {len(damaged)} of {max_damaged} allowed", stacklevel=2)
+        filler = batch if batch is not None else filler
+        if filler is None:
+            raise too_many(damaged, max_damaged)
+        yield (indices if wanted and batch is not None else []), filler

@@ -20,6 +20,7 @@ class Task(Protocol):
 
     model: nn.Module
     train_data: Dataset[Any]
+    max_damaged: int  # how many examples may turn out unreadable
     score: str  # the key of `evaluate` that one would show first
     records_name: str  # where the records are written: predictions.jsonl
 
@@ -28,6 +29,9 @@ class Task(Protocol):
 
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> tuple[dict[str, Any], Records]:
         """Metrics over exactly the whole test split, and what they were computed from, one record an example."""
+
+    def description(self) -> str:
+        """What the users of the trained model must know of the data, as JSON: written as data.json."""
 
     def pictures(self, folder: Path, records: Records) -> list[Path]:
         """Draws what was learned, and returns the files."""

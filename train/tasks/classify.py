@@ -8,12 +8,15 @@ import timm
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object, send_to_device
+from timm.data import Mixup
+from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 from torch.nn import functional as F
 
 import relpos2d
+from relpos2d.encodings import encoding_class
 from train import report
-from train.config import Config, Encoding
+from train.config import Config, Encoding, Loss
 from train.data import Images
 from train.data.stream import evaluation_batches
 from train.tasks import Records
@@ -28,26 +31,35 @@ class Classify:
     def __init__(self, config: Config):
         self.images: Images = config.data.load(config.seed)
         self.train_data, self.classes = self.images.train, self.images.classes
-        self.batch_size, self.num_workers = config.trainer.batch_size, config.trainer.num_workers
+        self.max_damaged = self.images.max_damaged
+        self.batch_size = config.trainer.batch_size // config.trainer.accumulate
+        self.num_workers = config.trainer.num_workers
         self.model = create_backbone(config, self.images)
+        self.mixup, self.criterion = create_criterion(config.loss, len(self.classes))
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         images, labels = batch
+        if self.mixup is not None:
+            images, targets = self.mixup(images, labels)
+            return self.criterion(model(images).float(), targets), {}
         logits = model(images)
         accuracy = (logits.detach().argmax(dim=1) == labels).float().mean()
-        return F.cross_entropy(logits.float(), labels), {"train_accuracy": accuracy}
+        return self.criterion(logits.float(), labels), {"train_accuracy": accuracy}
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module, accelerator: Accelerator) -> tuple[dict[str, Any], Records]:
+        was_training = model.training
         model.eval()
         records: Records = []
         share = (accelerator.process_index, accelerator.num_processes)
-        for indices, batch in evaluation_batches(self.images.test, self.batch_size, self.num_workers, *share):
+        size = max(1, self.batch_size // accelerator.num_processes)
+        for indices, batch in evaluation_batches(self.images.test, size, self.num_workers, *share, self.max_damaged):
             images, labels = send_to_device(batch, accelerator.device)
-            log_probabilities = F.log_softmax(model(images).float(), dim=1)
+            with accelerator.autocast():
+                log_probabilities = F.log_softmax(model(images).float(), dim=1)
             best, predictions = log_probabilities.max(dim=1)
             losses = -log_probabilities.gather(1, labels[:, None])[:, 0]
-            columns = (indices, labels.tolist(), predictions.tolist(), best.exp().tolist(), losses.tolist())
+            columns = (labels.tolist(), predictions.tolist(), best.exp().tolist(), losses.tolist())
             records += [
                 {
                     "index": index,
@@ -56,9 +68,11 @@ class Classify:
                     "probability": probability,
                     "loss": loss,
                 }
-                for index, label, prediction, probability, loss in zip(*columns, strict=True)
+                for index, label, prediction, probability, loss in zip(
+                    indices, *columns, strict=False
+                )  # no index: not ours
             ]
-        model.train()
+        model.train(was_training)
         records = sorted(gather_object(records), key=lambda record: record["index"])
         count = len(records)
         accuracy = sum(record["label"] == record["prediction"] for record in records) / count
@@ -67,8 +81,14 @@ class Classify:
             "accuracy_standard_error": math.sqrt(accuracy * (1 - accuracy) / count),
             "loss": sum(record["loss"] for record in records) / count,
             "num_examples": count,
+            "num_damaged": len(self.images.test) - count,  # type: ignore[arg-type]
         }
         return metrics, records
+
+    def description(self) -> str:
+        from train.restore import describe
+
+        return describe(self.images).model_dump_json(indent=2) + "\n"
 
     def pictures(self, folder: Path, records: Records) -> list[Path]:
         mistakes = [record for record in records if record["label"] != record["prediction"]]
@@ -79,6 +99,28 @@ class Classify:
             report.draw_predictions(folder / "predictions.png", images, titles),
             *report.draw_maps(folder / "maps.png", self.model),
         ]
+
+
+def create_criterion(loss: Loss, num_classes: int) -> tuple[Mixup | None, nn.Module]:
+    """timm's Mixup where there is any, and the loss that goes with its targets."""
+    if loss.name == "binary_cross_entropy":
+        criterion: nn.Module = BinaryCrossEntropy(smoothing=0.0 if loss.mixes else loss.smoothing)
+    elif loss.mixes:
+        criterion = SoftTargetCrossEntropy()
+    else:
+        criterion = nn.CrossEntropyLoss(label_smoothing=loss.smoothing)
+    if not loss.mixes:
+        return None, criterion
+    mixup = Mixup(
+        mixup_alpha=loss.mixup,
+        cutmix_alpha=loss.cutmix,
+        prob=loss.mix_prob,
+        switch_prob=loss.switch_prob,
+        mode=loss.mix_mode,
+        label_smoothing=loss.smoothing,  # of the mixed targets
+        num_classes=num_classes,
+    )
+    return mixup, criterion
 
 
 def spread(records: Records, count: int) -> Records:
@@ -100,12 +142,23 @@ def create_backbone(config: Config, images: Images) -> nn.Module:
         "img_size": (images.height, images.width),
     }
     absolute = options.pop("absolute", None)
+    if absolute is None and config.handover and has_embedding_to_fade(config, options):
+        absolute = "fade"
     try:
         if name.startswith("relpos2d_"):
             return timm.create_model(name, encoding=encoding, absolute=absolute, **options)
         return relpos2d.swap(timm.create_model(name, **options), encoding, absolute=absolute)
     except (AssertionError, TypeError, RuntimeError) as error:  # timm's ways of saying that sizes do not fit
         raise ValueError(f"model {name} with {options}: {error}") from error
+
+
+def has_embedding_to_fade(config: Config, options: dict[str, Any]) -> bool:
+    """Whether the backbone has a position embedding of its own and the config no absolute encoding in its place."""
+    if any(encoding_class(encoding.name).family == "absolute" for encoding in config.encodings):
+        return False
+    with torch.device("meta"):
+        source = timm.create_model(config.model.name.removeprefix("relpos2d_"), **{**options, "pretrained": False})
+    return getattr(source, "pos_embed", None) is not None
 
 
 def encoding_argument(config: Config) -> Any:
