@@ -18,7 +18,7 @@ from train.checkpoint import replace_text
 from train.config import Config, Encoding, load_config
 from train.data.images import Example, Images
 from train.loop import create_accelerator
-from train.resize import set_image_size
+from train.resize import by, set_image_size
 from train.restore import CONFIG, Description, find_checkpoint, restore, without_pretrained
 from train.schema import nearest
 from train.tasks.classify import Classify
@@ -69,7 +69,8 @@ def evaluate(given: argparse.Namespace) -> int:
     images = as_trained(task.images, restored.description)
     policy = set_image_size(restored.model, images.height, images.width)
     if permuted == "true":
-        images = replace(images, test=PermutedPatches(images.test, restored.model.patch_embed.patch_size))  # type: ignore[union-attr, arg-type]
+        embed: Any = restored.model.patch_embed
+        images = replace(images, test=PermutedPatches(images, embed.patch_size))
     task.images, task.classes = images, restored.description.classes
     task.model = accelerator.prepare_model(restored.model, evaluation_mode=True)
     metrics, records = task.evaluate(task.model, accelerator)
@@ -211,32 +212,27 @@ class PermutedPatches(Dataset[Example]):
         ValueError: the images cannot be cut so.
     """
 
-    def __init__(self, dataset: Dataset[Example], patch_size: tuple[int, int]):
-        self.dataset, self.patch_size = dataset, patch_size
-        _, height, width = dataset[0][0].shape
-        if height % patch_size[0] or width % patch_size[1]:
-            raise ValueError(
-                f"permute_tokens: images of {height}x{width} cannot be cut into patches of {patch_size[0]}x{patch_size[1]}"
-            )
+    def __init__(self, images: Images, patch_size: tuple[int, int]):
+        self.test, self.size, self.patch_size = images.test, (images.height, images.width), patch_size
+        if any(side % patch for side, patch in zip(self.size, patch_size, strict=True)):
+            raise ValueError(f"permute_tokens: {by(self.size)} pixels cannot be cut into patches of {by(patch_size)}")
 
     def __len__(self) -> int:
-        return len(self.dataset)  # type: ignore[arg-type]
+        return len(self.test)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Example:
-        image, label = self.dataset[index]
-        _, height, width = image.shape
+        image, label = self.test[index]
         patches = F.unfold(image[None], self.patch_size, stride=self.patch_size)  # (1, channels * patch, patches)
         order = torch.from_numpy(np.random.default_rng(index).permutation(patches.shape[-1]))
-        return F.fold(patches[..., order], (height, width), self.patch_size, stride=self.patch_size)[0], label
+        return F.fold(patches[..., order], self.size, self.patch_size, stride=self.patch_size)[0], label
 
 
 def as_text(metrics: dict[str, Any], about: dict[str, Any]) -> str:
     """A line a number, below what it was measured on."""
-    height, width = about["image_size"]
     order = ", patches in random order" if about["permute_tokens"] else ""
     lines = [
         ("checkpoint", f"{about['checkpoint']} ({'moving average' if about['weights'] == 'ema' else 'weights'})"),
-        ("data", f"{about['data']}, {height}x{width}{order}"),
+        ("data", f"{about['data']}, {by(about['image_size'])}{order}"),
         *[(key, f"{value:.4f}" if isinstance(value, float) else str(value)) for key, value in metrics.items()],
         *[("resize", text) for text in about["resize"]],
     ]

@@ -3,7 +3,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
-from train.data.images import image_files, read_image
+from train.data.images import ImageData, image_files, read_image
 from train.resize import set_image_size
-from train.restore import Description, restore, to_device
+from train.restore import Restored, restore, to_device
 from train.tool import create_parser, parse_size, positive, run_tool
 
 
@@ -35,16 +35,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def predict(given: argparse.Namespace) -> int:
     device = to_device(given.device)
     restored = restore(given.checkpoint, given.weights)
-    model, description = restored.model, restored.description
+    size = restored.description.height, restored.description.width
     if given.image_size:
-        height, width = parse_size(given.image_size)
-        set_image_size(model, height, width)
-        description = description.model_copy(update={"height": height, "width": width})
-    model.to(device)
+        size = parse_size(given.image_size)
+        set_image_size(restored.model, *size)
+    model, classes = restored.model.to(device), restored.description.classes
+    read = reader(restored, *size)
 
-    paths, num_failed = [], 0
+    paths: list[Path] = []
+    num_failed = 0
     for path in map(Path, given.images):
-        found = image_files(path) if path.is_dir() else [path]
+        found = [path / name for name in image_files(path)] if path.is_dir() else [path]
         if not found:
             print(f"{path}: no image in this folder", file=sys.stderr)
             num_failed += 1
@@ -53,7 +54,7 @@ def predict(given: argparse.Namespace) -> int:
         inputs: dict[Path, torch.Tensor] = {}
         for path in paths[start : start + given.batch_size]:
             try:
-                inputs[path] = to_input(read_image(path, description.background), description)
+                inputs[path] = read(path)
             except ValueError as error:
                 print(error, file=sys.stderr)
                 num_failed += 1
@@ -62,35 +63,33 @@ def predict(given: argparse.Namespace) -> int:
         with torch.no_grad():
             probabilities = model(torch.stack(list(inputs.values())).to(device)).float().softmax(dim=1).cpu()
         for path, row in zip(inputs, probabilities, strict=True):
-            predictions = top(row, description.classes, given.top)
+            predictions = top(row, classes, given.top)
             print(as_json(path, predictions) if given.json else as_text(path, predictions))
     return 1 if num_failed else 0
 
 
-def to_input(image: Image.Image, description: Description) -> torch.Tensor:
-    """(channels, height, width): grey where the model knows no colour, resized as in testing, normalised.
+def reader(restored: Restored, height: int, width: int) -> Callable[[Path], torch.Tensor]:
+    """From the file of an image to (channels, height, width), as the model was tested.
+
+    Drawn data (digits, scenes) have no files of their own: an image is resized to their size as a whole, and is grey.
 
     Raises:
         ValueError: the model wants neither grey images nor RGB.
     """
+    data, description = restored.config.data, restored.description
+    if isinstance(data, ImageData):
+        transform = data.model_copy(update={"image_size": (height, width)}).test_transform()
+        return lambda path: transform(read_image(path, data.background))
     if description.num_channels not in (1, 3):
         raise ValueError(f"the model wants {description.num_channels} channels, an image has 1 or 3")
-    if description.num_channels == 1:
-        image = image.convert("L")
-    height, width = description.height, description.width
-    if description.crop_fraction is None:
-        image = v2.functional.resize(image, [height, width])
-    else:
-        # the axis that reaches beyond the crop least decides the scale; for a square crop that is the short side
-        if image.height * width <= image.width * height:
-            resized = round(height / description.crop_fraction)
-            sides = [resized, int(resized * image.width / image.height)]
-        else:
-            resized = round(width / description.crop_fraction)
-            sides = [int(resized * image.height / image.width), resized]
-        image = v2.functional.center_crop(v2.functional.resize(image, sides), [height, width])
-    pixels = v2.functional.to_dtype(v2.functional.to_image(image), torch.float32, scale=True)
-    return v2.functional.normalize(pixels, list(description.mean), list(description.std)).as_subclass(torch.Tensor)
+    mode = "L" if description.num_channels == 1 else "RGB"
+
+    def read(path: Path) -> torch.Tensor:
+        image = read_image(path).convert(mode).resize((width, height), Image.Resampling.BILINEAR)
+        pixels = v2.functional.to_dtype(v2.functional.pil_to_tensor(image), torch.float32, scale=True)
+        return v2.functional.normalize(pixels, list(description.mean), list(description.std))
+
+    return read
 
 
 def top(probabilities: torch.Tensor, classes: Sequence[str], count: int) -> list[tuple[str, float]]:

@@ -1,6 +1,7 @@
 """Another image size for a trained model, and what each of its encodings makes of it."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -72,5 +73,6 @@ def line(name: str, rule: str, before: Size, after: Size) -> str:
     return f"{name}: {by(before)} -> {by(after)}" + (f", {rule}" if rule else "")
 
 
-def by(size: tuple[int, ...]) -> str:
+def by(size: Sequence[int]) -> str:
+    """`7x11`"""
     return "x".join(map(str, size))

@@ -13,7 +13,7 @@ from torch import nn
 
 from train.checkpoint import STATE, last_checkpoint, load_weights
 from train.config import Config, load_config
-from train.data import Data, Images
+from train.data import Images
 from train.loop import CHECKPOINTS
 from train.schema import Node
 from train.tasks.classify import create_backbone
@@ -24,10 +24,7 @@ Weights = Literal["auto", "model", "ema"]
 
 
 class Description(Node):
-    """What a classifier sees and what its outputs are called. Written beside a run, read when its model is used.
-
-    `crop_fraction` of a resized image is what the model sees of it; without one an image is resized to the size as a whole.
-    """
+    """What a classifier sees, and what its outputs are called. Written beside a run, read when its model is used."""
 
     classes: tuple[str, ...] = Field(min_length=1)
     num_channels: PositiveInt
@@ -35,8 +32,6 @@ class Description(Node):
     width: PositiveInt
     mean: tuple[float, ...]
     std: tuple[PositiveFloat, ...]
-    crop_fraction: float | None = Field(None, gt=0, le=1)
-    background: tuple[int, int, int] = (255, 255, 255)
 
 
 @dataclass(frozen=True)
@@ -52,11 +47,9 @@ class Restored:
     weights: Literal["model", "ema"]
 
 
-def describe(data: Data, images: Images) -> Description:
+def describe(images: Images) -> Description:
     """The description of loaded data."""
-    names = ("classes", "num_channels", "height", "width", "mean", "std")
-    own = {name: getattr(data, name) for name in ("crop_fraction", "background") if hasattr(data, name)}
-    return Description(**{name: getattr(images, name) for name in names}, **own)
+    return Description(**{name: getattr(images, name) for name in Description.model_fields})
 
 
 def read_description(folder: Path) -> Description:

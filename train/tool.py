@@ -56,34 +56,39 @@ def parse_size(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
-def check_free(path: Path, overwrite: bool = False) -> None:
+def check_free(path: Path, hint: str = "") -> None:
     """Refuses a place that holds something.
 
     Raises:
-        ValueError: it does, and is not allowed to be replaced.
+        ValueError: it does; `hint` says what to do.
     """
-    if path.exists() and not overwrite and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{path}: is there already")
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{path}: is there already" + (f"; {hint}" if hint else ""))
 
 
 @contextmanager
-def written_aside(path: Path, overwrite: bool = False) -> Iterator[Path]:
-    """A path beside `path` to write a file or a folder at, which takes its place when all has gone well.
+def written_aside(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write a file or a folder at, which replaces what stands there when all has gone well.
 
     Raises:
-        ValueError: there is something already, and it is not to be replaced.
+        ValueError: a folder stands there that holds more than the new one, so it is none that we wrote.
     """
-    check_free(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    aside, old = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("new", "old"))
     try:
         yield aside
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif aside.is_dir():
-            path.unlink(missing_ok=True)
+        if foreign := names_in(path) - names_in(aside):
+            raise ValueError(f"{path}: holds {min(foreign)}, so it is not replaced")
+        if path.is_dir() or (path.exists() and aside.is_dir()):
+            os.replace(path, old)
         os.replace(aside, path)
     finally:
-        if aside.is_dir():
-            shutil.rmtree(aside)
-        aside.unlink(missing_ok=True)
+        for rest in (aside, old):
+            if rest.is_dir():
+                shutil.rmtree(rest)
+            rest.unlink(missing_ok=True)
+
+
+def names_in(path: Path) -> set[str]:
+    """What a folder holds; nothing for a file."""
+    return {entry.name for entry in path.iterdir()} if path.is_dir() else set()
