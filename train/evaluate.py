@@ -19,7 +19,8 @@ from train.config import Config, Encoding, load_config
 from train.data.images import Example, Images
 from train.loop import create_accelerator
 from train.resize import by, set_image_size
-from train.restore import CONFIG, Description, find_checkpoint, restore, without_pretrained
+from train.restore import Description, find_checkpoint, restore, without_pretrained
+from train.run_folder import CONFIG, METRICS
 from train.schema import nearest
 from train.tasks.classify import Classify
 from train.tool import check_free, create_parser, parse_size, run_tool, written_aside
@@ -58,9 +59,9 @@ def evaluate(given: argparse.Namespace) -> int:
     if output is not None:
         check_free(output)
 
-    folder, _ = find_checkpoint(Path(given.checkpoint))
+    folder, found = find_checkpoint(Path(given.checkpoint))
     config = changed_config(folder / CONFIG, overrides, own.get("image_size"))
-    restored = restore(given.checkpoint, given.weights, config)
+    restored = restore(found, given.weights, config)
     accelerator = create_accelerator(config)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
@@ -72,8 +73,7 @@ def evaluate(given: argparse.Namespace) -> int:
         embed: Any = restored.model.patch_embed
         images = replace(images, test=PermutedPatches(images, embed.patch_size))
     task.images, task.classes = images, restored.description.classes
-    task.model = accelerator.prepare_model(restored.model, evaluation_mode=True)
-    metrics, records = task.evaluate(task.model, accelerator)
+    metrics, records = task.evaluate(restored.model.to(accelerator.device), accelerator)
 
     if accelerator.is_main_process:
         about = {
@@ -88,7 +88,7 @@ def evaluate(given: argparse.Namespace) -> int:
             with written_aside(output) as aside:
                 aside.mkdir()
                 replace_text(aside / task.records_name, "".join(json.dumps(record) + "\n" for record in records))
-                replace_text(aside / "metrics.json", json.dumps({**metrics, **about}, indent=2) + "\n")
+                replace_text(aside / METRICS, json.dumps({**metrics, **about}, indent=2) + "\n")
         print(json.dumps({**metrics, **about}) if given.json else as_text(metrics, about))
     accelerator.end_training()
     return 0

@@ -14,11 +14,9 @@ from torch import nn
 from train.checkpoint import STATE, last_checkpoint, load_weights
 from train.config import Config, load_config
 from train.data import Images
-from train.loop import CHECKPOINTS
+from train.run_folder import CHECKPOINTS, CONFIG, DATA
 from train.schema import Node
 from train.tasks.classify import create_backbone
-
-CONFIG, DESCRIPTION = "config.yaml", "data.json"
 
 Weights = Literal["auto", "model", "ema"]
 
@@ -58,11 +56,11 @@ def read_description(folder: Path) -> Description:
     Raises:
         ValueError: there is none, or none that can be read.
     """
-    path = folder / DESCRIPTION
+    path = folder / DATA
     try:
         return Description.model_validate_json(path.read_text())
     except FileNotFoundError:
-        raise ValueError(f"{folder}: holds no {DESCRIPTION}, which a run writes when it starts") from None
+        raise ValueError(f"{folder}: holds no {DATA}, which a run writes when it starts") from None
     except (ValidationError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: no readable description of data ({' '.join(str(error).split())})") from error
 
