@@ -208,19 +208,18 @@ class FolderDataset(LabelledImages):
         check_classes(str(folder), files, classes)
         label_of = {name: label for label, name in enumerate(classes)}
         super().__init__([label_of[name] for name, paths in files.items() for _ in paths], transform, background)
-        self.folder = str(folder)
         # one array of bytes: a million strings would be copied into every data worker as they are counted
         self.files = np.array([os.fsencode(path) for paths in files.values() for path in paths])
 
     def name_of(self, index: int) -> str:
-        return os.path.join(self.folder, os.fsdecode(self.files[index]))
+        return os.fsdecode(self.files[index])
 
     def source_of(self, index: int) -> str:
         return self.name_of(index)
 
 
 def class_files(folder: Path) -> dict[str, list[str]]:
-    """The images of each class folder, as paths in `folder`, by name; hidden folders and ones without images do not count.
+    """The paths of the images of each class folder, by name; hidden folders and ones without images do not count.
 
     Raises:
         ValueError: there is no such folder, or no image in it.
@@ -228,7 +227,7 @@ def class_files(folder: Path) -> dict[str, list[str]]:
     if not folder.is_dir():
         raise ValueError(f"{folder}: no such folder; images are read from {folder}/CLASS/*.jpg")
     names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    found = {name: [os.path.join(name, path) for path in image_files(folder / name)] for name in names}
+    found = {name: image_files(folder / name) for name in names}
     found = {name: files for name, files in found.items() if files}
     if not found:
         raise ValueError(f"{folder}: no class folder with images ({' '.join(IMAGE_SUFFIXES)})")
@@ -236,7 +235,7 @@ def class_files(folder: Path) -> dict[str, list[str]]:
 
 
 def image_files(folder: Path) -> list[str]:
-    """All images below a folder, as paths in it, sorted; nothing hidden, and no folder twice where links lead in circles."""
+    """The paths of all images below a folder, sorted; nothing hidden, and no folder twice where links lead in circles."""
     found = []
     visited = set()
     for parent, folders, files in os.walk(folder, followlinks=True):
@@ -245,7 +244,7 @@ def image_files(folder: Path) -> list[str]:
             continue
         visited.add(place)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += [os.path.relpath(os.path.join(parent, name), folder) for name in files if is_image_name(name)]
+        found += [os.path.join(parent, name) for name in files if is_image_name(name)]
     return sorted(found)
 
 
