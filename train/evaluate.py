@@ -57,7 +57,7 @@ def evaluate(given: argparse.Namespace) -> int:
         raise ValueError(f"permute_tokens = {permuted!r}: must be true or false")
     output = Path(own["output"]) if "output" in own else None
     if output is not None:
-        check_free(output)
+        check_free(output, "name another output")
 
     folder, found = find_checkpoint(Path(given.checkpoint))
     config = changed_config(folder / CONFIG, overrides, own.get("image_size"))

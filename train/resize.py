@@ -16,7 +16,7 @@ def set_image_size(model: nn.Module, height: int, width: int) -> list[str]:
         One line for each thing that depends on the size: from what to what, and by which rule.
 
     Raises:
-        ValueError: a patch size that does not divide the size, or a size that the model refuses, with what it said.
+        ValueError: the patches of the model do not divide the size.
     """
     embed: Any = model.patch_embed
     if (height, width) == tuple(embed.img_size):
@@ -27,10 +27,7 @@ def set_image_size(model: nn.Module, height: int, width: int) -> list[str]:
             f"image size {height}x{width}: must be a multiple of the model's patches, {patch_height}x{patch_width} pixels"
         )
     before = sizes(model)
-    try:
-        model.set_input_size(img_size=(height, width))  # type: ignore[operator]
-    except (AssertionError, TypeError, RuntimeError) as error:  # timm's ways of saying that sizes do not fit
-        raise ValueError(f"image size {height}x{width}: {error}") from error
+    model.set_input_size(img_size=(height, width))  # type: ignore[operator]
     lines = (line(*was, now) for was, (*_, now) in zip(before, sizes(model), strict=True))
     return [text + (f" ({count} times)" if count > 1 else "") for text, count in Counter(lines).items()]
 

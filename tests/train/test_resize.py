@@ -73,10 +73,3 @@ def test_a_size_that_patches_do_not_divide(family: str) -> None:
     ):
         set_image_size(model, 64, 98)
     assert model(images(64, 96)).shape == (2, 5)  # as it was
-
-
-def test_a_size_that_the_model_refuses() -> None:
-    model = swap(build("vit", img_size=(48, 80)), "table")
-    model.set_input_size = None
-    with pytest.raises(ValueError, match="image size 64x112: 'NoneType' object is not callable"):
-        set_image_size(model, 64, 112)
