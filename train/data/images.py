@@ -133,7 +133,13 @@ class ImageData(Data):
 
         return test_transform(self)
 
-    def images(self, train: Dataset[Example], test: Dataset[Example], classes: Sequence[str]) -> Images:
+    def images(self, train: "LabelledImages", test: "LabelledImages", classes: Sequence[str]) -> Images:
+        """Raises:
+        ValueError: one of the two is empty.
+        """
+        for split, data in (("training", train), ("test", test)):
+            if not len(data):
+                raise ValueError(f"data.name = {self.name!r}: there is no {split} example")
         return Images(
             train, test, tuple(classes), 3, self.height, self.width, self.mean, self.std, max_damaged=self.max_damaged
         )

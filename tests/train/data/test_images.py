@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageCms
 
 from train.data import ImageFolder
-from train.data.images import check_labels, class_files, decode, image_files, listed, read_image
+from train.data.images import FolderDataset, check_labels, class_files, decode, image_files, listed, read_image
 from train.data.stream import DamagedExample
 
 # orientation -> where the stored upper left corner stands in the upright image: (bottom, right)
@@ -253,6 +253,13 @@ def test_missing_and_empty_folders(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no class folder with images"):
         folder(tmp_path).load(seed=0)
     assert image_files(tmp_path) == []
+
+
+def test_data_without_an_example_are_refused() -> None:
+    given = folder(Path("nowhere"))
+    empty = FolderDataset(Path("nowhere"), {}, (), given.test_transform(), (0, 0, 0))
+    with pytest.raises(ValueError, match=r"data.name = 'image_folder': there is no training example"):
+        given.images(empty, empty, ())
 
 
 def test_a_missing_validation_folder_is_named(image_folders: Path) -> None:
