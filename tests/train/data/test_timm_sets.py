@@ -163,7 +163,7 @@ def test_images_are_decoded_as_ours(image_folders: Path) -> None:
 
 
 WRONG = {
-    "stream wds": ({"dataset": "wds/train"}, "timm reads wds/ as a stream, which cannot be continued at the same example; data=image_shards"),
+    "stream wds": ({"dataset": "wds/train"}, "cannot be continued at the same example; data=image_shards reads such data"),
     "stream tfds": ({"dataset": "TFDS/cifar10"}, "dataset = 'TFDS/cifar10': timm reads tfds/ as a stream"),
     "stream hfids": ({"dataset": "hfids/mnist"}, "timm reads hfids/ as a stream"),
     "download of a folder": ({"dataset": "", "download": True}, "download = true: is for torch/ only, and dataset = ''"),
