@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from train.restore import Description, find_checkpoint, restore, without_pretrai
 from train.run_folder import CONFIG, METRICS
 from train.schema import nearest
 from train.tasks.classify import Classify
-from train.tool import check_free, create_parser, parse_size, run_tool, written_aside
+from train.tool import check_free, create_parser, parse_size, run_command, run_tool, written_aside
 
 SIZE_KEYS = ("image_size", "canvas")  # of data that come in any size
 OWN_KEYS = ("image_size", "permute_tokens", "output")
@@ -241,4 +240,4 @@ def as_text(metrics: dict[str, Any], about: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -3,7 +3,6 @@
 import argparse
 import importlib.util
 import json
-import sys
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from train.data import Images
 from train.data.images import ImageData
 from train.restore import Restored, load_strictly, restore, without_pretrained
 from train.tasks.classify import create_backbone, encoding_argument
-from train.tool import check_free, create_parser, run_tool, written_aside
+from train.tool import check_free, create_parser, run_command, run_tool, written_aside
 
 TOLERANCE = 1e-4  # between the logits of ONNX Runtime and ours
 
@@ -168,4 +167,4 @@ def example(restored: Restored, batch_size: int) -> torch.Tensor:
 FORMATS: dict[str, Any] = {"safetensors": to_safetensors, "onnx": to_onnx, "timm": to_timm}
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

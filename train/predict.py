@@ -14,7 +14,7 @@ from torchvision.transforms import v2
 from train.data.images import ImageData, image_files, read_image
 from train.resize import set_image_size
 from train.restore import Restored, restore, to_device
-from train.tool import create_parser, parse_size, positive, run_tool
+from train.tool import create_parser, parse_size, positive, run_command, run_tool
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -51,18 +51,20 @@ def predict(given: argparse.Namespace) -> int:
             num_failed += 1
         paths += found
     for start in range(0, len(paths), given.batch_size):
-        inputs: dict[Path, torch.Tensor] = {}
+        inputs: list[tuple[Path, torch.Tensor]] = []
         for path in paths[start : start + given.batch_size]:
             try:
-                inputs[path] = read(path)
+                inputs.append((path, read(path)))
             except ValueError as error:
                 print(error, file=sys.stderr)
                 num_failed += 1
         if not inputs:
             continue
         with torch.no_grad():
-            probabilities = model(torch.stack(list(inputs.values())).to(device)).float().softmax(dim=1).cpu()
-        for path, row in zip(inputs, probabilities, strict=True):
+            probabilities = model(torch.stack([image for _, image in inputs]).to(device)).softmax(dim=1).cpu()
+        if not probabilities.isfinite().all():
+            raise ValueError(f"{restored.checkpoint}: the model's outputs are not finite; its weights are spoilt")
+        for (path, _), row in zip(inputs, probabilities, strict=True):
             predictions = top(row, classes, given.top)
             print(as_json(path, predictions) if given.json else as_text(path, predictions))
     return 1 if num_failed else 0
@@ -100,7 +102,7 @@ def top(probabilities: torch.Tensor, classes: Sequence[str], count: int) -> list
 
 def as_json(path: Path, predictions: Sequence[tuple[str, float]]) -> str:
     named: list[dict[str, Any]] = [{"class": name, "probability": p} for name, p in predictions]
-    return json.dumps({"path": str(path), "predictions": named}, allow_nan=False)
+    return json.dumps({"path": str(path), "predictions": named})
 
 
 def as_text(path: Path, predictions: Sequence[tuple[str, float]]) -> str:
@@ -109,4 +111,4 @@ def as_text(path: Path, predictions: Sequence[tuple[str, float]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -4,10 +4,12 @@ import argparse
 import os
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from train.checkpoint import flush
 from train.data.fetch import FetchError
 
 CHECKPOINT_HELP = "a run's folder, its checkpoints/ (both: the latest complete checkpoint), or a step_N in there"
@@ -24,6 +26,12 @@ def create_parser(name: str, description: str) -> argparse.ArgumentParser:
         help="the weights themselves, their moving average, or (auto) the average where there is one",
     )
     return parser
+
+
+def run_command(main: Callable[[], int]) -> None:
+    """Ends the process with the exit code of a tool's main; warnings are one line without the place in the code."""
+    warnings.formatwarning = lambda message, *_: f"warning: {message}\n"  # type: ignore[assignment]
+    sys.exit(main())
 
 
 def run_tool(tool: Callable[[argparse.Namespace], int], given: argparse.Namespace) -> int:
@@ -79,9 +87,16 @@ def written_aside(path: Path) -> Iterator[Path]:
         yield aside
         if foreign := names_in(path) - names_in(aside):
             raise ValueError(f"{path}: holds {min(foreign)}, so it is not replaced")
+        for part in (*aside.rglob("*"), aside):
+            flush(part)
         if path.is_dir() or (path.exists() and aside.is_dir()):
-            os.replace(path, old)
-        os.replace(aside, path)
+            os.replace(path, old)  # a folder cannot be renamed over another
+        try:
+            os.replace(aside, path)
+        except OSError:
+            if old.exists():
+                os.replace(old, path)
+            raise
     finally:
         for rest in (aside, old):
             if rest.is_dir():

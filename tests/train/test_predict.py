@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from tests.train.runs import VIT, make_run
+from train.checkpoint import Checkpoint, save_checkpoint
 from train.config import load_config
 from train.data.digits import read_digits
 from train.predict import main
@@ -133,6 +134,19 @@ def test_damaged_images_are_named_and_the_others_predicted(
     assert errors[0] == f"{tmp_path / 'empty'}: no image in this folder"
     assert errors[1].startswith(f"{damaged}: no readable image (")
     assert errors[2].startswith(f"{tmp_path / 'absent.png'}: no readable image (")
+
+
+def test_weights_that_are_no_numbers(digits_csv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    model = make_run(folder, "classify/digits", [f"data.path={digits_csv}", VIT])
+    with torch.no_grad():
+        model.head.bias[3] = float("nan")
+    save_checkpoint(folder / "checkpoints", Checkpoint(4, {"model": model.state_dict()}, {}, {}))
+    Image.new("L", (28, 28)).save(tmp_path / "black.png")
+    assert main([str(folder), str(tmp_path / "black.png")]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "step_4: the model's outputs are not finite; its weights are spoilt" in printed.err
 
 
 @pytest.mark.parametrize(

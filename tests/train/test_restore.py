@@ -66,6 +66,21 @@ def test_the_average_where_there_is_one(run: tuple[Path, Any], copy: Path) -> No
         restore(copy, "ema")
 
 
+def test_a_run_in_the_middle_of_a_handover(digits_csv: str, tmp_path: Path) -> None:
+    overrides = [f"data.path={digits_csv}", "encoding=rope_mixed", VIT, "handover={steps: 900, shape: linear}"]
+    model = make_run(tmp_path / "run", "classify/digits", overrides)
+    model.absolute_strength.fill_(0.25)
+    for block in model.blocks:
+        block.attn.encoding.set_strength(0.75)
+    save_checkpoint(tmp_path / "run" / "checkpoints", Checkpoint(4, {"model": model.state_dict()}, {}, {}))
+    restored: Any = restore(tmp_path / "run").model
+    assert float(restored.absolute_strength) == 0.25
+    assert float(restored.blocks[1].attn.encoding.strength) == 0.75
+    images = torch.randn(2, 1, 28, 28)
+    with torch.no_grad():
+        assert torch.equal(restored(images), model(images))
+
+
 def test_pretrained_weights_are_not_fetched() -> None:
     config = load_config("classify/image_folder", ["model.pretrained=true"])
     assert config.model.given()["pretrained"] is True

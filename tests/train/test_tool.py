@@ -1,11 +1,15 @@
 """What the tools share: sizes, places to write at, errors of one line."""
 
 import argparse
+import os
+import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from train.tool import check_free, create_parser, parse_size, positive, run_tool, written_aside
+from train.tool import check_free, create_parser, parse_size, positive, run_command, run_tool, written_aside
 
 
 def test_sizes() -> None:
@@ -34,6 +38,27 @@ def test_errors_are_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: py
     monkeypatch.setenv("RELPOS2D_TRACEBACK", "1")
     with pytest.raises(ValueError, match="window_size=0"):
         run_tool(tool, given)
+
+
+def test_the_exit_code_and_warnings_of_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+
+    def main() -> int:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default")
+            warnings.showwarning = shown
+            warnings.warn("step_8: is damaged")
+        return 3
+
+    def shown(message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object) -> None:
+        sys.stderr.write(warnings.formatwarning(message, category, filename, lineno))
+
+    with pytest.raises(SystemExit) as stop:
+        run_command(main)
+    assert stop.value.code == 3
+    assert capsys.readouterr().err == "warning: step_8: is damaged\n"
 
 
 def test_a_place_that_is_free(tmp_path: Path) -> None:
@@ -71,6 +96,26 @@ def test_what_goes_wrong_leaves_everything_as_it_was(tmp_path: Path) -> None:
         raise KeyError
     assert path.read_text() == "old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_folder_comes_back_when_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "folder"
+    path.mkdir()
+    (path / "a").write_text("old")
+
+    def replace(source: Path, target: Path, rename: Callable[[Path, Path], None] = os.replace) -> None:
+        if source.name.endswith(".new"):
+            raise OSError("full")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(OSError, match="full"), written_aside(path) as aside:  # noqa: PT012
+        aside.mkdir()
+        (aside / "a").write_text("new")
+    assert (path / "a").read_text() == "old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["folder"]
 
 
 def test_a_folder_that_holds_other_things_is_never_replaced(tmp_path: Path) -> None:
