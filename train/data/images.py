@@ -3,6 +3,7 @@
 import os
 import warnings
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,14 +12,17 @@ from typing import Annotated, Any, BinaryIO, Literal
 import numpy as np
 import torch
 from PIL import ExifTags, Image, ImageCms
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from torch.utils.data import Dataset
 
 from train.data.stream import DamagedExample
 from train.schema import Node, nearest
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".tif", ".tiff", ".webp", ".gif", ".ppm", ".pgm")
+IMAGE_SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".tif", ".tiff", ".webp", ".avif", ".gif"),
+    *(".jp2", ".pbm", ".pgm", ".ppm", ".pnm"),
+)
 
 # what turns an image upright, by its EXIF orientation
 UPRIGHT = {
@@ -31,11 +35,25 @@ UPRIGHT = {
     8: Image.Transpose.ROTATE_90,
 }
 
+
+def without_repeats(names: tuple[str, ...]) -> tuple[str, ...]:
+    repeated = sorted(name for name, count in Counter(names).items() if count > 1)
+    if repeated:
+        raise ValueError(f"each name must be there once, and {listed(repeated)} is there again")
+    return names
+
+
+def listed(names: Sequence[str]) -> str:
+    """At most ten names in a row."""
+    return ", ".join(names) if len(names) <= 10 else f"{', '.join(names[:10])}, ... ({len(names)})"
+
+
 Example = tuple[torch.Tensor, int]  # (channels, height, width) float32, normalised; label
 Transform = Callable[[Image.Image], torch.Tensor]
 Colour = tuple[int, int, int]
 Share = Annotated[float, Field(gt=0, le=1)]
 Probability = Annotated[float, Field(ge=0, le=1)]
+Names = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(without_repeats)]
 
 
 @dataclass(frozen=True)
@@ -244,7 +262,7 @@ def image_files(folder: Path) -> list[str]:
     """The paths of all images below a folder, sorted; nothing hidden, and no folder twice where links lead in circles."""
     found = []
     visited = set()
-    for parent, folders, files in os.walk(folder, followlinks=True):
+    for parent, folders, files in os.walk(folder, onerror=refuse, followlinks=True):
         if (place := os.path.realpath(parent)) in visited:
             folders.clear()
             continue
@@ -252,6 +270,11 @@ def image_files(folder: Path) -> list[str]:
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         found += [os.path.join(parent, name) for name in files if is_image_name(name)]
     return sorted(found)
+
+
+def refuse(error: OSError) -> None:
+    """A folder that cannot be read is an error; os.walk would leave it out in silence."""
+    raise ValueError(f"{error.filename}: no readable folder ({error.strerror})") from error
 
 
 def is_image_name(name: str) -> bool:
@@ -281,11 +304,6 @@ def check_labels(where: str, labels: np.ndarray, num_classes: int, name_of: Call
             f"{where}: label {labels[wrong[0]]} of {name_of(int(wrong[0]))} must lie in 0..{num_classes - 1}, the classes "
             f"there are ({len(wrong)} of {len(labels)} examples do not)"
         )
-
-
-def listed(names: Sequence[str]) -> str:
-    """At most ten names in a row."""
-    return ", ".join(names) if len(names) <= 10 else f"{', '.join(names[:10])}, ... ({len(names)})"
 
 
 def read_image(path: str | Path, background: Colour = (255, 255, 255)) -> Image.Image:

@@ -24,10 +24,12 @@ from train.data.images import (
     ImageData,
     Images,
     LabelledImages,
+    Names,
     Transform,
     check_classes,
     check_labels,
     is_image_name,
+    without_repeats,
 )
 
 BLOCK = 512  # a tar consists of blocks and ends with empty ones
@@ -51,7 +53,7 @@ class ImageShards(ImageData):
     path: str | None = None
     train: str = Field(min_length=1)
     val: str = Field(min_length=1)
-    classes: str | tuple[str, ...] | None = None
+    classes: Names | str | None = None
     label_key: str | None = None
 
     def load(self, seed: int) -> Images:
@@ -268,7 +270,9 @@ def read_class_names(path: Path) -> tuple[str, ...]:
         raise ValueError(
             f"data.classes: {path} must be a text file with the name of a class a line ({error})"
         ) from error
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice or not names:
-        raise ValueError(f"data.classes: {path} holds {', '.join(twice) + ' twice' if twice else 'no name'}")
-    return names
+    if not names:
+        raise ValueError(f"data.classes: {path} holds no name")
+    try:
+        return without_repeats(names)
+    except ValueError as error:
+        raise ValueError(f"data.classes: {path}: {error}") from error

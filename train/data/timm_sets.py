@@ -2,6 +2,7 @@
 
 import io
 import os
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -10,7 +11,7 @@ import timm.data
 from PIL import Image
 from pydantic import PositiveInt, model_validator
 
-from train.data.images import ImageData, Images, LabelledImages, Transform, check_classes, check_labels
+from train.data.images import ImageData, Images, LabelledImages, Names, Transform, check_classes, check_labels
 
 STREAMS = {"wds": "data=image_shards", "hfids": "data=hub", "tfds": "data=hub (if the hub has the data)"}
 
@@ -32,7 +33,7 @@ class TimmData(ImageData):
     val: str = "validation"
     download: bool = False
     class_map: str | None = None
-    classes: tuple[str, ...] | None = None
+    classes: Names | None = None
     num_classes: PositiveInt | None = None
 
     @model_validator(mode="after")
@@ -150,7 +151,9 @@ def names_of(data: Any) -> list[str] | None:
     source = getattr(data, "reader", data)
     numbers = getattr(source, "class_to_idx", None) or getattr(source, "class_name_to_idx", None)
     if hasattr(source, "classes"):
-        return [name if isinstance(name, str) else ", ".join(name) for name in source.classes]
+        found = [name if isinstance(name, str) else ", ".join(name) for name in source.classes]
+        count = Counter(found)  # ImageNet has two cranes
+        return [f"{name} ({number})" if count[name] > 1 else name for number, name in enumerate(found)]
     if not numbers:
         return None
     name_of = {number: name for name, number in numbers.items()}

@@ -13,7 +13,16 @@ import torch
 from PIL import Image, ImageCms
 
 from train.data import ImageFolder
-from train.data.images import FolderDataset, check_labels, class_files, decode, image_files, listed, read_image
+from train.data.images import (
+    IMAGE_SUFFIXES,
+    FolderDataset,
+    check_labels,
+    class_files,
+    decode,
+    image_files,
+    listed,
+    read_image,
+)
 from train.data.stream import DamagedExample
 
 # orientation -> where the stored upper left corner stands in the upright image: (bottom, right)
@@ -244,6 +253,29 @@ def test_links_are_followed_and_not_in_circles(image_folders: Path, tmp_path: Pa
     }
     assert files["d"] == ["d/0.png"]
     assert files["a"] == ["a/0.png", "a/1.png", "a/2.png", "a/3.png", "a/deeper/0.png"]
+
+
+def test_a_folder_that_cannot_be_read_is_named(image_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("b"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(
+        ValueError, match=re.escape(f"{image_folders / 'train' / 'b'}: no readable folder (Permission denied)")
+    ):
+        folder(image_folders).load(seed=0)
+
+
+@pytest.mark.parametrize("suffix", IMAGE_SUFFIXES)
+def test_every_suffix_is_read(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"image{suffix}"
+    Image.new("1" if suffix == ".pbm" else "L" if suffix == ".pgm" else "RGB", (16, 16), "white").save(path)
+    assert image_files(tmp_path) == [str(path)]
+    assert np.asarray(read_image(path)).min() > 250
 
 
 def test_missing_and_empty_folders(tmp_path: Path) -> None:

@@ -190,7 +190,7 @@ def test_classes_from_a_file(folder: Path) -> None:
     (folder / "classes.txt").write_text("red\ngreen\nblue\n\n")
     assert load(folder, classes="classes.txt").classes == ("red", "green", "blue")
     (folder / "classes.txt").write_text("red\nred\nblue\n")
-    with pytest.raises(ValueError, match=r"classes.txt holds red twice"):
+    with pytest.raises(ValueError, match=r"classes.txt: each name must be there once, and red is there again"):
         load(folder, classes="classes.txt")
     with pytest.raises(ValueError, match=r"data.classes: .*missing.txt must be a text file"):
         load(folder, classes="missing.txt")

@@ -13,6 +13,7 @@ from PIL import Image
 from train.data import TimmData
 from train.data.images import Images
 from train.data.stream import DamagedExample
+from train.data.timm_sets import names_of
 from train.schema import validate
 
 COLOURS = {"a": (200, 30, 30), "b": (30, 200, 30), "c": (30, 30, 200)}
@@ -118,6 +119,13 @@ def test_torch_data_sets_and_grey_images(tmp_path: Path) -> None:
         load(tmp_path, "torch/mnist", classes=["a", "b", "c"])
 
 
+def test_names_that_two_classes_share_are_told_apart() -> None:
+    class Birds:
+        classes = (("crane", "bird"), ("crane",), ("crane",))
+
+    assert names_of(Birds()) == ["crane, bird", "crane (1)", "crane (2)"]
+
+
 def test_hub_data_sets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -169,6 +177,7 @@ WRONG = {
     "download of a folder": ({"dataset": "", "download": True}, "download = true: is for torch/ only, and dataset = ''"),
     "class map of torch": ({"dataset": "torch/mnist", "class_map": "m.txt"}, "class_map = 'm.txt': timm takes none for"),
     "classes twice": ({"dataset": "torch/mnist", "classes": ["a"], "num_classes": 1}, "num_classes = 1: follows from classes"),
+    "repeated name": ({"dataset": "torch/mnist", "classes": ["a", "b", "a"]}, "classes: each name must be there once, and a is"),
     "no root": ({"dataset": "torch/mnist", "root": None}, "root: missing; dataset = 'torch/mnist' needs a folder"),
     "no data set": ({}, "dataset: missing"),
 }  # fmt: skip
