@@ -81,6 +81,7 @@ def written_aside(path: Path) -> Iterator[Path]:
     Raises:
         ValueError: a folder stands there that holds more than the new one, so it is none that we wrote.
     """
+    path = path.absolute()  # `.` has no name to write beside
     path.parent.mkdir(parents=True, exist_ok=True)
     aside, old = (path.with_name(f".{path.name}.{os.getpid()}.{end}") for end in ("new", "old"))
     try:

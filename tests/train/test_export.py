@@ -22,28 +22,29 @@ from train.export import main
 from train.predict import main as predict
 from train.restore import restore
 
-PLAIN = VIT.replace("relpos2d_", "")
-SWIN = [
-    'model={name: relpos2d_swin_tiny_patch4_window7_224, patch_size: 2, window_size: 7, embed_dim: 16, depths: [1, 1], '
-    'num_heads: [2, 4], weight_init: jax}'
-]  # fmt: skip
-RUNS: dict[str, tuple[str, list[str]]] = {
-    "swin table": ("classify/digits", ["encoding=table", *SWIN]),
-    "vit rope_mixed": ("classify/digits", ["model=vit_mini", "model.depth=2", "encoding=rope_mixed"]),
-    "vit sum": ("classify/digits", ["encoding=[learned, {name: cpb, hidden_dim: 8}, rope_axial]", VIT]),
-    "vit fade": ("classify/digits", ["encoding={name: table, strength: 0.5}", VIT, "model.absolute=fade"]),
-    "plain vit": ("classify/digits", ["encoding=rope_mixed", PLAIN]),
+PLAIN_VIT = VIT.replace("relpos2d_", "")
+SWIN, SWINV2 = (
+    f"model={{name: {name}, patch_size: 2, window_size: 7, embed_dim: 16, depths: [1, 1], num_heads: [2, 4]}}"
+    for name in ("relpos2d_swin_tiny_patch4_window7_224", "relpos2d_swinv2_tiny_window8_256")
+)
+RUNS = {
+    "swin table": ["encoding=table", SWIN],
+    "swinv2 cpb": ["encoding=cpb", SWINV2],
+    "vit rope_mixed": ["encoding=rope_mixed", "model=vit_mini", "model.depth=2"],
+    "vit sum": ["encoding=[learned, {name: cpb, hidden_dim: 8}, rope_axial]", VIT],
+    "vit fade": ["encoding={name: table, strength: 0.5}", VIT, "model.absolute=fade"],
+    "plain vit": ["encoding=rope_mixed", PLAIN_VIT],
 }
 
 
 @pytest.fixture(scope="module")
 def runs(digits_csv: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any]]:
     made = {}
-    for name, (config, overrides) in RUNS.items():
+    for name, overrides in RUNS.items():
         folder = tmp_path_factory.mktemp("runs") / "run"
         made[name] = (
             folder,
-            make_run(folder, config, [f"data.path={digits_csv}", *overrides], average=name == "swin table"),
+            make_run(folder, "classify/digits", [f"data.path={digits_csv}", *overrides], average=name == "swin table"),
         )
     return made
 
@@ -163,7 +164,10 @@ def test_onnx_that_computes_something_else_is_not_left(
 
 
 def test_what_is_there_stays_unless_told(
-    runs: dict[str, tuple[Path, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: dict[str, tuple[Path, Any]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder, _ = runs["vit rope_mixed"]
     out = tmp_path / "out"
@@ -180,13 +184,16 @@ def test_what_is_there_stays_unless_told(
         assert "so it is not replaced" in capsys.readouterr().err
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors", "notes.txt"]
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    monkeypatch.chdir(out)
+    assert main([str(folder), "--to", "timm", ".", "--overwrite"]) == 1
+    assert f"{out}: holds notes.txt, so it is not replaced" in capsys.readouterr().err
 
 
 def test_a_model_that_timm_could_not_build(digits_csv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     overrides = [
         f"data.path={digits_csv}",
         "encoding=table",
-        PLAIN.replace("vit_tiny_patch16_224", "vit_tiny_patch16_384"),
+        PLAIN_VIT.replace("vit_tiny_patch16_224", "vit_tiny_patch16_384"),
     ]
     make_run(tmp_path / "run", "classify/digits", overrides)
     assert main([str(tmp_path / "run"), "--to", "timm", str(tmp_path / "out")]) == 1
