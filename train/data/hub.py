@@ -93,8 +93,10 @@ def is_saved(path: Path) -> bool:
 
 
 def image_column(table: Any, key: str | None) -> str:
-    """Raises:
-    ValueError: the column is missing, or several may be meant.
+    """The column of images.
+
+    Raises:
+        ValueError: it is missing, or several may be meant.
     """
     datasets = import_datasets()
     images = [name for name, feature in table.features.items() if isinstance(feature, datasets.Image)]
@@ -102,8 +104,10 @@ def image_column(table: Any, key: str | None) -> str:
 
 
 def label_column(table: Any, key: str | None) -> str:
-    """Raises:
-    ValueError: the column is missing, holds no labels, or several may be meant.
+    """The column of labels: the one whose numbers have names, or the one that is called label.
+
+    Raises:
+        ValueError: it is missing, holds no labels, or several may be meant.
     """
     datasets = import_datasets()
     with_names = [name for name, feature in table.features.items() if isinstance(feature, datasets.ClassLabel)]

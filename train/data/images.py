@@ -152,8 +152,10 @@ class ImageData(Data):
         return test_transform(self)
 
     def images(self, train: "LabelledImages", test: "LabelledImages", classes: Sequence[str]) -> Images:
-        """Raises:
-        ValueError: one of the two is empty.
+        """What a kind of data has read, with what all kinds have.
+
+        Raises:
+            ValueError: one of the two is empty.
         """
         for split, data in (("training", train), ("test", test)):
             if not len(data):
@@ -282,8 +284,10 @@ def is_image_name(name: str) -> bool:
 
 
 def check_classes(where: str, names: Sequence[str] | dict[str, Any], classes: Sequence[str]) -> None:
-    """Raises:
-    ValueError: there are names that are no training classes.
+    """Holds class names against those of the training data.
+
+    Raises:
+        ValueError: there are others.
     """
     for name in names:
         if name not in classes:
@@ -295,8 +299,10 @@ def check_classes(where: str, names: Sequence[str] | dict[str, Any], classes: Se
 
 
 def check_labels(where: str, labels: np.ndarray, num_classes: int, name_of: Callable[[int], str]) -> None:
-    """Raises:
-    ValueError: there are labels that belong to no class.
+    """Holds labels against the number of classes.
+
+    Raises:
+        ValueError: there are labels that belong to no class.
     """
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if len(wrong):

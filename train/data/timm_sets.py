@@ -58,21 +58,20 @@ class TimmData(ImageData):
         prefix, slash, _ = self.dataset.partition("/")
         return prefix.lower() if slash else ""
 
+    @property
+    def is_folder(self) -> bool:
+        """Whether the splits are folders, or tars, in `root`."""
+        return self.kind not in ("torch", "hfds") or self.dataset.lower() in ("torch/folder", "torch/image_folder")
+
     def load(self, seed: int) -> Images:
         train, val = self.create(self.train), self.create(self.val)
         names = visible(names_of(train))
         labels = labels_of(train, names, f"data.train = {self.train!r}")
         classes = self.class_names(names, labels)
+        val_labels = labels_of(val, names, f"data.val = {self.val!r}")
         return self.images(
             TimmDataset(train, labels, self, self.train, classes, self.train_transform()),
-            TimmDataset(
-                val,
-                labels_of(val, names, f"data.val = {self.val!r}"),
-                self,
-                self.val,
-                classes,
-                self.test_transform(),
-            ),
+            TimmDataset(val, val_labels, self, self.val, classes, self.test_transform()),
             classes,
         )
 
@@ -83,7 +82,7 @@ class TimmData(ImageData):
             ValueError: timm cannot make it, with what it says; or would read everything in `root` for want of the split.
         """
         where = f"data.dataset = {self.dataset!r}, root {self.root!r}, split {split!r}"
-        if self.kind == "" and not os.path.exists(self.root or ""):
+        if self.is_folder and not os.path.exists(self.root or ""):
             raise ValueError(f"data.root = {self.root!r}: no such folder or tar")
         try:
             data = timm.data.create_dataset(
@@ -96,8 +95,7 @@ class TimmData(ImageData):
         except Exception as error:  # timm asserts, and passes on what five packages raise
             raise ValueError(f"{where}: {' '.join(str(error).split()) or type(error).__name__}") from error
         source = getattr(data, "reader", data)
-        is_local = hasattr(source, "samples") and self.kind in ("", "torch")
-        if is_local and self.root is not None and os.path.realpath(source.root) == os.path.realpath(self.root):
+        if self.is_folder and os.path.realpath(source.root) == os.path.realpath(self.root or ""):
             raise ValueError(f"{where}: there is no such folder in it, and timm would read all splits as one")
         if hasattr(source, "cache_tarfiles"):
             source.cache_tarfiles = False  # processes would share the position in an open file

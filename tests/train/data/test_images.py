@@ -331,6 +331,25 @@ def test_damaged_files_are_named_and_nothing_else_is_raised(tmp_path: Path) -> N
             read_image(path)
 
 
+def test_chance_damage_raises_nothing_else(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    path = tmp_path / "image"
+    outcomes = []
+    for kind in ("jpeg", "png", "gif", "bmp", "tiff", "webp", "ppm"):
+        whole = io.BytesIO()
+        Image.effect_noise((40, 30), 60).save(whole, kind)
+        for _ in range(40):
+            content = np.frombuffer(whole.getvalue(), dtype=np.uint8).copy()
+            places = rng.integers(0, min(len(content), rng.choice([40, 400, 4000])), size=rng.choice([1, 10]))
+            content[places] = rng.integers(0, 256, size=len(places))
+            path.write_bytes(content.tobytes())
+            try:
+                outcomes.append(read_image(path).mode)
+            except DamagedExample:
+                outcomes.append("damaged")
+    assert set(outcomes) == {"RGB", "damaged"}
+
+
 def test_a_damaged_example_of_a_folder_is_named_and_the_others_are_read(image_folders: Path) -> None:
     path = image_folders / "train" / "b" / "2.png"
     path.write_bytes(path.read_bytes()[:50])

@@ -205,6 +205,7 @@ def test_what_timm_says_is_one_error(dataset: str, text: str, tmp_path: Path) ->
         load(tmp_path, dataset)
 
 
-def test_a_missing_root_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dataset", ["", "folder", "torch/image_folder"])
+def test_a_missing_root_is_named(dataset: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"data.root = '.*nowhere': no such folder or tar"):
-        load(tmp_path / "nowhere")
+        load(tmp_path / "nowhere", dataset)
