@@ -65,7 +65,8 @@ def evaluate(given: argparse.Namespace) -> int:
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
 
-    task = Classify(without_pretrained(config))
+    with accelerator.local_main_process_first():  # which may have to fetch the data
+        task = Classify(without_pretrained(config))
     images = as_trained(task.images, restored.description)
     policy = set_image_size(restored.model, images.height, images.width)
     if permuted == "true":

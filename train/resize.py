@@ -8,6 +8,8 @@ from torch import nn
 
 from relpos2d.encoding import Combined, Encoding
 
+Size = tuple[int, ...] | None  # none: a formula
+
 
 def set_image_size(model: nn.Module, height: int, width: int) -> list[str]:
     """Goes to another size through timm's own set_input_size; the same size leaves the model alone.
@@ -30,9 +32,6 @@ def set_image_size(model: nn.Module, height: int, width: int) -> list[str]:
     model.set_input_size(img_size=(height, width))  # type: ignore[operator]
     lines = (line(*was, now) for was, (*_, now) in zip(before, sizes(model), strict=True))
     return [text + (f" ({count} times)" if count > 1 else "") for text, count in Counter(lines).items()]
-
-
-Size = tuple[int, ...] | None  # none: a formula
 
 
 def sizes(model: Any) -> list[tuple[str, str, Size]]:
