@@ -18,6 +18,7 @@ from train.config import list_configs, load_config
 from train.data.fetch import FetchError
 from train.distribute import on_main_process
 from train.loop import NonFiniteLoss, Stopped, create_accelerator, create_draws, fit
+from train.restore import restore
 from train.run_folder import CHECKPOINTS, DATA, HISTORY, METRICS, Lock, open_run
 from train.tasks import create_task
 
@@ -88,7 +89,7 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
             replace_text(folder / task.records_name, "".join(json.dumps(record) + "\n" for record in records))
             pictures = [
                 report.draw_curves(folder / HISTORY, folder / "curves.png", task.score),
-                *task.pictures(folder, records),
+                *task.pictures(folder, records, restore(folder).model),
             ]
             summary = {
                 **metrics,

@@ -310,7 +310,7 @@ def assign(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> N
 
 def load_node(group: str, value: Any, problems: list[str]) -> Any:
     """What stands for a group: a name is replaced by its file, in a list too; None if there is no such file."""
-    if group not in GROUPS:
+    if group not in GROUPS or value is None:
         return value
     if isinstance(value, list):
         members = [load_node(group, member, problems) for member in value]

@@ -223,7 +223,9 @@ def draw_places(rng: np.random.Generator, options: DigitScenes) -> list[Place]:
         num_y, num_x = min(last_y, points[0][0] + reach) - low_y + 1, min(last_x, points[0][1] + reach) - low_x + 1
         for at_y, at_x in zip(fractions, fractions, strict=True):
             y, x = low_y + int(at_y * num_y), low_x + int(at_x * num_x)
-            if all(abs(y - other_y) * lattice >= size or abs(x - other_x) * lattice >= size for other_y, other_x in points):
+            if all(
+                abs(y - other_y) * lattice >= size or abs(x - other_x) * lattice >= size for other_y, other_x in points
+            ):
                 points.append((y, x))
                 if len(points) == options.num_digits:
                     return [(y * lattice, x * lattice) for y, x in points]

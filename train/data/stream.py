@@ -1,10 +1,12 @@
 """Which example is drawn at which step: a function of the seed alone, whatever the number of workers and processes."""
 
 import math
+import multiprocessing
 import random
 import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -153,16 +155,16 @@ class TrainingBatches:
             worker_init_fn=leave_signals_to_the_trainer,
         )
         self.max_damaged, self.damaged = max_damaged, dict[str, DamagedExample]()
-        self.batches: Iterator[Any] | None = iter(self.loader)
+        self.reading = reading(self.loader)
 
     def __enter__(self) -> "TrainingBatches":
+        self.batches = self.reading.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.batches = None  # which ends the workers
+    def __exit__(self, *error: Any) -> None:
+        self.reading.__exit__(*error)
 
     def __next__(self) -> Any:
-        assert self.batches is not None
         batch, damaged = next(self.batches)
         for error in damaged:
             if error.name not in self.damaged:
@@ -171,6 +173,21 @@ class TrainingBatches:
         if len(self.damaged) > self.max_damaged:
             raise too_many(list(self.damaged.values()), self.max_damaged)
         return batch
+
+
+@contextmanager
+def reading(loader: DataLoader[Any]) -> Iterator[Iterator[Any]]:
+    """The batches of a loader, whose workers end with the block, and not when the last error that holds them is forgotten."""
+    others = multiprocessing.active_children()
+    batches = iter(loader)
+    workers = [child for child in multiprocessing.active_children() if child not in others]
+    try:
+        yield batches
+    finally:
+        if workers:
+            batches._shutdown_workers()  # type: ignore[attr-defined]
+        for worker in workers:
+            worker.kill()  # they do not hear SIGTERM, and one may hang in a read
 
 
 def too_many(damaged: list[DamagedExample], allowed: int) -> TooManyDamaged:
@@ -243,13 +260,14 @@ def evaluation_batches(
     )
     damaged: list[DamagedExample] = []
     filler: Any = None
-    for wanted, (indices, batch, errors) in zip(batches, loader, strict=True):
-        for error in errors:
-            damaged.append(error)
-            if len(damaged) > max_damaged:
-                raise too_many(damaged, max_damaged) from error
-            warnings.warn(f"{error}; left out of the test, {len(damaged)} of {max_damaged} allowed", stacklevel=2)
-        filler = batch if batch is not None else filler
-        if filler is None:
-            raise too_many(damaged, max_damaged)
-        yield (indices if wanted and batch is not None else []), filler
+    with reading(loader) as read:
+        for wanted, (indices, batch, errors) in zip(batches, read, strict=True):
+            for error in errors:
+                damaged.append(error)
+                if len(damaged) > max_damaged:
+                    raise too_many(damaged, max_damaged) from error
+                warnings.warn(f"{error}; left out of the test, {len(damaged)} of {max_damaged} allowed", stacklevel=2)
+            filler = batch if batch is not None else filler
+            if filler is None:
+                raise too_many(damaged, max_damaged)
+            yield (indices if wanted and batch is not None else []), filler

@@ -33,8 +33,12 @@ class Task(Protocol):
     def description(self) -> str:
         """What the users of the trained model must know of the data, as JSON: written as data.json."""
 
-    def pictures(self, folder: Path, records: Records) -> list[Path]:
-        """Draws what was learned, and returns the files."""
+    def pictures(self, folder: Path, records: Records, model: nn.Module) -> list[Path]:
+        """Draws what was learned, and returns the files.
+
+        Args:
+            model: as it was evaluated, whole and on the CPU.
+        """
 
 
 def create_task(config: "Config") -> Task:

@@ -90,14 +90,14 @@ class Classify:
 
         return describe(self.images).model_dump_json(indent=2) + "\n"
 
-    def pictures(self, folder: Path, records: Records) -> list[Path]:
+    def pictures(self, folder: Path, records: Records, model: nn.Module) -> list[Path]:
         mistakes = [record for record in records if record["label"] != record["prediction"]]
         shown = [*spread(mistakes, 8), *spread(records, 16)]
         images = [report.to_pixels(self.images.test[r["index"]][0], self.images.mean, self.images.std) for r in shown]
         titles = [(f"{r['prediction']} ({r['probability']:.0%})", r["label"]) for r in shown]
         return [
             report.draw_predictions(folder / "predictions.png", images, titles),
-            *report.draw_maps(folder / "maps.png", self.model),
+            *report.draw_maps(folder / "maps.png", model),
         ]
 
 

@@ -1,29 +1,54 @@
 """Which example is drawn when, and with which random numbers."""
 
+import pickle
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset
 
-from train.data.stream import Drawn, Draws, evaluation_batches, training_batches
+from train.data.stream import (
+    DamagedExample,
+    Drawn,
+    Draws,
+    TooManyDamaged,
+    TrainingBatches,
+    evaluation_batches,
+    seed_everything,
+)
 
 
 class Noise(Dataset[torch.Tensor]):
-    """The index and a random number."""
+    """The index and a random number of each generator; some cannot be read."""
 
-    def __init__(self, length: int = 10):
-        self.length = length
+    def __init__(self, length: int = 10, damaged: tuple[int, ...] = ()):
+        self.length, self.damaged = length, damaged
 
     def __len__(self) -> int:
         return self.length
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([float(index), torch.rand(()).item()])
+        if index in self.damaged:
+            raise DamagedExample(f"{index}.jpg", "truncated")
+        numbers = [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+        return torch.tensor([float(index), *numbers])
 
 
-def drawn(seed: int = 0, num_workers: int = 0, num_steps: int = 6, **options: Any) -> list[torch.Tensor]:
-    return list(training_batches(Noise(), Draws(10, 4, num_steps, seed, **options), num_workers, pin_memory=False))
+def drawn(
+    seed: int = 0,
+    num_workers: int = 0,
+    num_steps: int = 6,
+    damaged: tuple[int, ...] = (),
+    max_damaged: int = 0,
+    **options: Any,
+) -> list[torch.Tensor]:
+    draws = Draws(10, 4, num_steps, seed, **options)
+    with TrainingBatches(
+        Noise(damaged=damaged), draws, num_workers, pin_memory=False, max_damaged=max_damaged
+    ) as batches:
+        return [next(batches) for _ in range(len(draws))]
 
 
 def test_every_epoch_holds_every_example_once_in_another_order() -> None:
@@ -38,25 +63,83 @@ def test_j6_draws_differ_between_epochs_and_do_not_depend_on_workers() -> None:
     assert all(torch.equal(a, b) for a, b in zip(alone, again, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(alone, with_workers, strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(alone, other, strict=True))
-    numbers = torch.cat(alone)[:, 1].tolist()
-    assert len(set(numbers)) == len(numbers)  # nothing repeated between examples and epochs
+    for numbers in torch.cat(alone)[:, 1:].T.tolist():
+        assert len(set(numbers)) == len(numbers)  # nothing repeated between examples and epochs
 
 
 def test_drawing_leaves_the_random_state_alone() -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
+    def numbers() -> list[float]:
+        return [torch.rand(()).item(), random.random(), np.random.rand()]  # noqa: NPY002
+
+    seed_everything(5)
+    expected = numbers()
+    seed_everything(5)
     Drawn(Noise(), seed=0)[(0, 3)]
-    assert torch.equal(torch.rand(3), expected)
+    assert numbers() == expected
+    with pytest.raises(TooManyDamaged):
+        Drawn(Noise(damaged=(3,)), seed=0)[(0, 3)]
+    seed_everything(5)
+    assert numbers() == expected
 
 
 def test_a_later_start_and_more_processes_draw_the_same() -> None:
     whole = drawn()
-    assert all(torch.equal(a, b) for a, b in zip(whole[2:], drawn(start_step=2), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole[2:], drawn(start=8, num_steps=4), strict=True))
     shares = [drawn(process_index=index, num_processes=2) for index in range(2)]
     for batch, first, second in zip(whole, *shares, strict=True):
         assert torch.equal(batch[0::2], first)
         assert torch.equal(batch[1::2], second)
+
+
+def test_a_batch_in_parts_holds_the_same_examples() -> None:
+    whole = drawn()
+    parts = [drawn(process_index=index, num_processes=2, accumulate=2) for index in range(2)]
+    for number, batch in enumerate(whole):
+        pieces = torch.cat([parts[process][2 * number + part] for process in range(2) for part in range(2)])
+        assert torch.equal(pieces[pieces[:, 0].argsort()], batch[batch[:, 0].argsort()])
+
+
+def test_another_batch_size_goes_on_at_the_same_example() -> None:
+    """12 examples in steps of 4, then steps of 2: none is left out and none comes twice."""
+    first = drawn(num_steps=3)
+    draws = Draws(10, 2, 4, 0, start=12)
+    with TrainingBatches(Noise(), draws, 0, pin_memory=False) as batches:
+        rest = [next(batches) for _ in range(4)]
+    assert sorted(torch.cat([*first, *rest])[:, 0].tolist()) == sorted([*range(10), *range(10)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_damaged_example_is_named_once_and_another_comes(num_workers: int) -> None:
+    with pytest.warns(UserWarning, match="passed over") as caught:
+        batches = drawn(num_workers=num_workers, num_steps=5, damaged=(3, 4), max_damaged=2)
+    assert sorted(str(warning.message) for warning in caught) == [
+        f"{name}.jpg: no readable image (truncated); passed over, {count} of 2 allowed"
+        for name, count in sorted(zip(order_of_damage(), (1, 2), strict=True))
+    ]
+    assert all(len(batch) == 4 for batch in batches)
+    whole, indices = torch.cat(drawn(num_steps=5)), torch.cat(batches)[:, 0]
+    expected = whole[:, 0].clone()
+    expected[(expected == 3) | (expected == 4)] = 5  # the next that can be read
+    assert torch.equal(indices, expected)
+
+
+def order_of_damage() -> list[int]:
+    order = torch.cat(drawn(num_steps=5))[:, 0].tolist()
+    return [4, 3] if order.index(4) < order.index(3) else [3, 4]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:.*passed over")
+def test_too_many_damaged_examples_stop_with_their_names(num_workers: int) -> None:
+    with pytest.raises(TooManyDamaged, match=r"2 damaged examples, data.max_damaged = 1 are allowed: .*truncated"):
+        drawn(num_workers=num_workers, damaged=(2, 7), max_damaged=1)
+    with pytest.raises(TooManyDamaged, match=r"10 damaged examples, .*: .*\.jpg, \.\.\. "):
+        drawn(num_workers=num_workers, damaged=tuple(range(10)), max_damaged=20)
+
+
+def test_a_damaged_example_comes_back_whole_from_a_worker() -> None:
+    again = pickle.loads(pickle.dumps(DamagedExample("a.jpg", OSError("broken"))))
+    assert (again.name, again.reason, str(again)) == ("a.jpg", "broken", "a.jpg: no readable image (broken)")
 
 
 def test_m7_data_smaller_than_a_batch_are_refused() -> None:
@@ -77,7 +160,17 @@ def test_testing_reads_each_example_once(num_processes: int) -> None:
     seen = []
     for process in range(num_processes):
         for indices, batch in evaluation_batches(Noise(), 4, 0, process, num_processes):
-            assert batch[:, 0].tolist() == indices
+            assert batch[:, 0].tolist() == indices or (indices == [] and len(batch) == 1)
             assert len(indices) <= 4
             seen += indices
     assert sorted(seen) == list(range(10))
+    counts = {len(list(evaluation_batches(Noise(), 4, 0, process, num_processes))) for process in range(num_processes)}
+    assert len(counts) == 1  # as many forward passes on each process
+
+
+def test_damaged_test_examples_are_left_out_and_named() -> None:
+    with pytest.warns(UserWarning, match=r"[05].jpg: .* left out of the test, [12] of 2 allowed"):
+        batches = list(evaluation_batches(Noise(damaged=(0, 5)), 4, 0, max_damaged=2))
+    assert [indices for indices, _ in batches] == [[1, 2, 3], [4, 6, 7], [8, 9]]
+    with pytest.raises(TooManyDamaged, match=r"1 damaged examples, data.max_damaged = 0 are allowed: 5.jpg"):
+        list(evaluation_batches(Noise(damaged=(5,)), 4, 0))
