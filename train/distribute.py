@@ -32,7 +32,8 @@ def share_out(model: nn.Module, accelerator: Accelerator) -> None:
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     for block in attention_blocks(model):
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    # what is left over too, or it would lie about whole after an evaluation, which has no backward that takes it apart
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
 
 
 def attention_blocks(model: nn.Module) -> list[nn.Module]:

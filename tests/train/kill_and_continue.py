@@ -1,0 +1,97 @@
+"""Runs a training command, kills it at random moments, and starts it again until it ends by itself.
+
+    python tests/train/kill_and_continue.py NUM_KILLS SEED CONFIG key=value ...
+
+Each attempt is a fork of this process, which has imported everything: a start then takes no time. Moments are drawn so that a
+share of them lies inside a save. Prints one line an attempt: how it ended, and where it was killed.
+"""
+
+import os
+import random
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from train import __main__ as command
+from train import checkpoint
+
+
+def killed_in_a_save(rng: random.Random) -> None:
+    """At the n-th time that something of a checkpoint reaches the disk, or its folder gets its name."""
+    left = rng.randrange(1, 14)
+
+    def count_down(name: str) -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            print(f"in a save, at {name}", flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    for module, name in ((checkpoint, "save_file"), (checkpoint, "flush"), (os, "replace")):
+        original = getattr(module, name)
+
+        def dying(*arguments: object, original=original, name=name) -> object:  # type: ignore[no-untyped-def]
+            before = random.Random(left).random() < 0.5
+            if before:
+                count_down(name)
+            result = original(*arguments)
+            if not before:
+                count_down(name)
+            return result
+
+        setattr(module, name, dying)
+
+
+def killed_at_any_time(rng: random.Random) -> None:
+    delay = rng.uniform(0.0, 1.0)
+
+    def strike() -> None:
+        time.sleep(delay)
+        print(f"after {delay:.2f} s", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=strike, daemon=True).start()
+
+
+def attempt(arguments: list[str], kill: Callable[[], None] | None) -> int:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            if kill is not None:
+                kill()
+            code = command.main(arguments)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def main() -> int:
+    num_kills, rng, arguments = int(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3:]
+    kills = 0
+    while kills < num_kills:
+        kill = killed_in_a_save if rng.random() < 0.4 else killed_at_any_time
+        end = attempt(arguments, partial(kill, random.Random(rng.random())))
+        print(f"end {end}", flush=True)
+        if end == 0:
+            break  # it was quicker than we
+        if end != -signal.SIGKILL:
+            return 1
+        kills += 1
+    print(f"kills {kills}", flush=True)
+    return attempt(arguments, None)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

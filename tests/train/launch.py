@@ -1,0 +1,59 @@
+"""Runs a training command on several processes of this machine, as torchrun does, but as forks that need no time to start.
+
+    python tests/train/launch.py NUM_PROCESSES CONFIG key=value ...
+
+Ends with the first exit code that is not 0, after ending the other processes.
+"""
+
+import os
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from train.__main__ import main as command
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(rank: int, num_processes: int, port: int, arguments: list[str]) -> int:
+    child = os.fork()
+    if child:
+        return child
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    code = 1
+    try:
+        code = command(arguments)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def main() -> int:
+    num_processes, arguments, port = int(sys.argv[1]), sys.argv[2:], free_port()
+    running = {start(rank, num_processes, port, arguments) for rank in range(num_processes)}
+    result = 0
+    while running:
+        child, status = os.wait()
+        running.discard(child)
+        code = os.waitstatus_to_exitcode(status)
+        if code and not result:
+            result = code
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return result
+
+
+if __name__ == "__main__":
+    sys.exit(main())
