@@ -297,8 +297,13 @@ def assign(tree: dict[str, Any], key: str, value: Any, problems: list[str]) -> N
         elif node is tree and part not in GROUPS:
             problems.append(unknown_name("group", part, GROUPS, where=key))
             return
-        elif node is tree:
+        elif node is tree and Config.model_fields[part].is_required():
             return  # the group is missing, which is said once
+        elif node is tree and part == "handover":
+            problems.append(f"{key} = {value!r}: there is no handover in this config; give one first: handover=linear")
+            return
+        elif node is tree:
+            node = tree[part] = {}
         else:
             problems.append(f"{key} = {value!r}: there is no {part} in {parent}")
             return

@@ -51,6 +51,12 @@ def test_keys_of_a_file_fall_with_the_group_that_the_command_line_replaces(tmp_p
     assert load_config(str(file), ["encoding=rope_axial"]).encoding.given() == {}
 
 
+def test_a_key_of_a_group_with_defaults_is_enough() -> None:
+    assert load_config("classify/digits").loss.smoothing == 0.0
+    assert load_config("classify/digits", ["loss.smoothing=0.1"]).loss.smoothing == 0.1
+    assert load_config("classify/digits", ["handover=linear", "handover.steps=9"]).handover.strength(3) == 1 / 3  # type: ignore[union-attr]
+
+
 def test_a_list_of_encodings_is_a_sum() -> None:
     config = load_config("classify/digits", ["encoding=[table, {name: rope_axial, theta: 50}]"])
     assert [encoding.name for encoding in config.encodings] == ["table", "rope_axial"]
@@ -112,6 +118,22 @@ WRONG = {
         ["data={name: digit_scenes, lattice: 4, reach: 15}"],
         ["data: reach = 15: must be at least 16, the first place beside a glyph"],
     ),
+    "handover without a receiver": (
+        ["handover={steps: 10}", "encoding=learned"],
+        ["handover: there is no relative encoding that could take over; encoding is learned"]),
+    "handover of given strengths": (
+        ["handover={steps: 10}", "encoding={name: table, strength: 0.5}"], ["handover: there is no relative encoding"]),
+    "handover too long": (
+        ["handover={steps: 1800}"], ["handover.start + handover.steps = 0 + 1800: must be less than trainer.max_steps = 1800"]),
+    "shape of a handover": (["handover={steps: 9, shape: cosin}"], ["handover.shape = 'cosin'", "did you mean cosine?"]),
+    "key of no handover": (["handover.steps=9"], ["handover.steps = 9: there is no handover in this config; give one first"]),
+    "unknown handover": (["handover=linaer"], ["handover = 'linaer': unknown handover file; did you mean linear?"]),
+    "parts of a batch": (["trainer.accumulate=5"], ["trainer: batch_size = 32: must be a multiple of accumulate = 5"]),
+    "fp16 and fsdp2": (["trainer.mixed_precision=fp16", "trainer.parallel=fsdp2"], ["mixed_precision = 'fp16'", "use bf16"]),
+    "odd parts to mix": (["loss=mixed", "trainer.batch_size=9"], ["loss.mixup, loss.cutmix: need batches of even size, this is 9"]),
+    "smoothing": (["loss={smoothing: 1.0}"], ["loss.smoothing = 1.0: should be less than 1"]),
+    "unknown loss": (["loss.name=crossentropy"], ["loss.name = 'crossentropy'", "did you mean cross_entropy?"]),
+    "layer decay": (["optimizer.layer_decay=1.5"], ["optimizer.layer_decay = 1.5: should be less than or equal to 1"]),
     "missing": (["data={name: image_folder}"], ["data.path: missing"]),
     "all at once": (
         ["optimizer.lrr=1", "encoding=tabl", "trainer.batch_size=0", "seed=-1"],

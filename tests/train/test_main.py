@@ -7,9 +7,10 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
-from train.__main__ import claim_folder, main
+from train.__main__ import main
 from train.checkpoint import load_checkpoint
 from train.config import list_configs, load_config
+from train.restore import read_description
 from train.tasks import create_task
 
 SHORT = ["trainer.max_steps=2", "trainer.batch_size=8", "schedule.warmup_steps=1", "trainer.device=cpu"]
@@ -25,7 +26,8 @@ def test_two_steps_fill_the_run_folder(command: list[str], capsys: pytest.Captur
     assert main([*command, "seed=3"]) == 0
     folder = Path("runs/classify/digits-table-3")
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "config.yaml", "curves.png", "history.jsonl", "maps.png", "metrics.json", "predictions.jsonl",
+        ".lock", "checkpoints", "config.yaml", "curves.png", "data.json", "history.jsonl", "maps.png", "metrics.json",
+        "predictions.jsonl",
         "predictions.png", "tensorboard",
     ]  # fmt: skip
     metrics = json.loads((folder / "metrics.json").read_text())
@@ -38,9 +40,10 @@ def test_two_steps_fill_the_run_folder(command: list[str], capsys: pytest.Captur
     assert set(metrics["versions"]) == {"python", "relpos2d", "torch", "timm", "accelerate"}
     assert metrics["machine"]["cores"] >= 1
     assert "commit" in metrics
-    model, _, state = load_checkpoint(folder / "checkpoints")
-    assert state["step"] == 2
-    assert any(key.endswith("attn.encoding.relative_position_bias_table") for key in model)
+    checkpoint = load_checkpoint(folder / "checkpoints" / "step_2")
+    assert any(key.endswith("attn.encoding.relative_position_bias_table") for key in checkpoint.weights["model"])
+    assert read_description(folder).classes == tuple("0123456789")
+    assert set(metrics["seconds"]) == {"data", "logging", "evaluation", "saving", "total"}
     for picture in folder.glob("*.png"):
         with Image.open(picture) as image:
             assert min(image.size) > 200
@@ -52,37 +55,6 @@ def test_two_steps_fill_the_run_folder(command: list[str], capsys: pytest.Captur
     assert "\x1b" not in printed  # plain where there is no terminal
 
 
-def test_the_default_output_is_the_first_free_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = load_config("classify/digits", ["encoding=[table, rope_axial]", "seed=4"])
-    folders = [claim_folder("classify/digits", config) for _ in range(3)]
-    base = "runs/classify/digits-table+rope_axial-4"
-    assert [str(folder) for folder in folders] == [base, f"{base}-2", f"{base}-3"]
-    assert all(folder.is_dir() for folder in folders)
-
-
-def test_a_run_is_not_overwritten_unless_told(tmp_path: Path) -> None:
-    config = load_config("classify/digits", [f"output={tmp_path}"])
-    overwriting = load_config("classify/digits", [f"output={tmp_path}", "trainer.overwrite=true"])
-    assert claim_folder("classify/digits", config) == tmp_path  # empty
-    (tmp_path / "metrics.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"is not empty. Name another folder, or say trainer.overwrite=true"):
-        claim_folder("classify/digits", config)
-    with pytest.raises(ValueError, match=r"replaces runs only, and there is no config.yaml in it"):
-        claim_folder("classify/digits", overwriting)
-    assert (tmp_path / "metrics.json").read_text() == "{}"
-
-    for name in ("config.yaml", "maps.png", "history.jsonl", "notes.txt"):
-        (tmp_path / name).write_text("x")
-    (tmp_path / "checkpoints" / "step_1").mkdir(parents=True)
-    assert claim_folder("classify/digits", overwriting) == tmp_path
-    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]  # what a run does not write stays
-
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="is a file; a folder is wanted"):
-        claim_folder("classify/digits", load_config("classify/digits", [f"output={tmp_path / 'file'}"]))
-
-
 def test_a_model_without_relative_positions_has_no_maps(command: list[str]) -> None:
     assert main([*command, "encoding=none", "output=run"]) == 0
     assert Path("run/metrics.json").is_file()
@@ -90,6 +62,37 @@ def test_a_model_without_relative_positions_has_no_maps(command: list[str]) -> N
     assert main([*command, "output=run"]) == 1
     assert main([*command, "output=run", "trainer.overwrite=true"]) == 0
     assert Path("run/maps.png").exists()
+
+
+def test_the_same_command_again_says_that_the_run_is_finished(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "output=run"]) == 0
+    files = {
+        path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.suffix in (".json", ".safetensors")
+    }
+    printed = capsys.readouterr().out
+    assert main([*command, "output=run"]) == 0
+    again = capsys.readouterr().out
+    score = next(line for line in printed.splitlines() if line.startswith("test accuracy"))
+    assert f"finished before: {score}" in again
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+
+
+def test_a_finished_run_can_be_lengthened(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*command, "output=run"]) == 0
+    longer = [*(o for o in command if "max_steps" not in o), "trainer.max_steps=3", "output=run"]
+    assert main(longer) == 1
+    assert "trainer.max_steps: 2 -> 3" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=r"goes on with another config: trainer.max_steps: 2 -> 3"):
+        assert main([*longer, "trainer.allow_changes=true"]) == 0
+    assert "continues after step 2 of 3" in capsys.readouterr().out
+    assert json.loads(Path("run/metrics.json").read_text())["steps"] == 3
+    assert main(longer) == 0  # the same run from now on
+    shorter = [*command, "output=run", "trainer.allow_changes=true"]
+    with pytest.warns(UserWarning, match=r"trainer.max_steps: 3 -> 2"):
+        assert main(shorter) == 1
+    assert "trainer.max_steps = 2: the run in run has taken 3 steps already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
