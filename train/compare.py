@@ -1,0 +1,125 @@
+"""`python -m train.compare RUN...`: the runs of several configs and seeds as one table and one picture of their curves."""
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from train.config import Config, load_config
+from train.report import read_history, readable, save
+from train.run_folder import CONFIG, HISTORY, METRICS
+from train.tool import run_command, run_tool
+
+COLOURS = ("#1f5fbf", "#c03028", "#2e8b57", "#8a4fbf", "#d98e04", "#0e8f9e", "#7a5c3e", "#c2408f", "#555555", "#9aa51c")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m train.compare",
+        description="Runs that differ in nothing but the seed are one row: mean and standard deviation over the seeds.",
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs")
+    parser.add_argument("--score", default="accuracy", help="a key of metrics.json (default: accuracy)")
+    parser.add_argument("--picture", metavar="FILE.png", help="draw the curves of training and test there")
+    return run_tool(compare, parser.parse_args(arguments))
+
+
+def compare(given: argparse.Namespace) -> int:
+    groups = group_runs([Path(run) for run in given.runs])
+    rows: dict[str, list[dict[str, float]]] = {}
+    for label, folders in groups.items():
+        rows[label] = [scores(folder, given.score) for folder in folders]
+    print(table(rows))
+    if given.picture:
+        print(f"picture {readable(draw(groups, Path(given.picture), given.score))}")
+    return 0
+
+
+def scores(folder: Path, score: str) -> dict[str, float]:
+    """The final numbers of a run.
+
+    Raises:
+        ValueError: it is not finished, or has no such number.
+    """
+    try:
+        metrics = json.loads((folder / METRICS).read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{folder}: holds no {METRICS} that can be read, which a finished run has ({error})"
+        ) from error
+    numbers = sorted(key for key, value in metrics.items() if isinstance(value, float))
+    if score not in numbers:
+        raise ValueError(f"score = {score!r}: not among the numbers in {folder / METRICS}: {', '.join(numbers)}")
+    return {score: metrics[score], "seconds": metrics["seconds"]["total"]}
+
+
+def group_runs(folders: Iterable[Path]) -> dict[str, list[Path]]:
+    """The folders by what their configs have in common: all but the seed.
+
+    Raises:
+        ValueError: a folder is no run.
+    """
+    groups: dict[str, list[Path]] = {}
+    for folder in folders:
+        if not (folder / CONFIG).is_file():
+            raise ValueError(f"{folder}: is no run, it has no {CONFIG}")
+        groups.setdefault(label(load_config(str(folder / CONFIG))), []).append(folder)
+    return groups
+
+
+def label(config: Config) -> str:
+    """`table`, `table + rope_axial`, `learned to table` where positions are handed over."""
+    if config.handover is None:
+        return " + ".join(encoding.name for encoding in config.encodings)
+    moving = config.moving()
+    stays = [encoding.name for encoding in config.encodings if encoding not in moving]
+    return f"{' + '.join(stays) or 'absolute'} to {' + '.join(encoding.name for encoding in moving)}"
+
+
+def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    """Markdown: a row a label, a column a number, each as mean and standard deviation over the runs."""
+    columns = list(dict.fromkeys(key for runs in rows.values() for run in runs for key in run))
+    lines = [["", "runs", *columns], ["---"] * (len(columns) + 2)]
+    for name, runs in rows.items():
+        values = [[run[column] for run in runs if column in run] for column in columns]
+        lines.append([name, str(len(runs)), *(mean_and_deviation(v) for v in values)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def mean_and_deviation(values: Sequence[float]) -> str:
+    """`0.912 ± 0.004`; shares with three digits, larger numbers whole."""
+    if not values:
+        return ""
+    digits = 3 if max(values) <= 10 else 0
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
+
+
+def draw(groups: Mapping[str, Sequence[Path]], path: Path, score: str) -> Path:
+    """Mean over the seeds as a line, from the lowest to the highest as a band; below, where there is one, the handover."""
+    keys = [("loss", "training loss"), ("test_loss", "test loss"), (f"test_{score}", f"test {score}")]
+    histories = {name: [read_history(folder / HISTORY) for folder in folders] for name, folders in groups.items()}
+    if any("strength" in history for runs in histories.values() for history in runs):
+        keys.append(("strength", "strength of relative positions"))
+    figure = Figure(figsize=(4.2 * len(keys), 3.6), layout="constrained")
+    for axes, (key, title) in zip(figure.subplots(1, len(keys), squeeze=False)[0], keys, strict=True):
+        for (name, runs), colour in zip(histories.items(), COLOURS * len(groups), strict=False):
+            found = [history[key] for history in runs if key in history]
+            if not found:
+                continue
+            steps = sorted(set.intersection(*(set(steps) for steps, _ in found)))
+            values = np.array([[dict(zip(*column, strict=True))[step] for step in steps] for column in found])
+            axes.plot(steps, values.mean(axis=0), color=colour, label=name, linewidth=1.4)
+            axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+        axes.set(title=title, xlabel="step")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.axes[2].legend(frameon=False, fontsize=8)
+    return save(figure, path)
+
+
+if __name__ == "__main__":
+    run_command(main)
