@@ -282,4 +282,16 @@ def lines_before(path: Path, step: int) -> list[str]:
 
 
 def create_accelerator(config: Config) -> Accelerator:
-    return Accelerator(cpu=config.trainer.device == "cpu", mixed_precision=config.trainer.mixed_precision)
+    """accelerate's, which finds the devices and the other processes.
+
+    Raises:
+        ValueError: the device cannot do what is asked for.
+    """
+    accelerator = Accelerator(cpu=config.trainer.device == "cpu", mixed_precision=config.trainer.mixed_precision)
+    if (
+        config.trainer.mixed_precision == "fp16" and accelerator.scaler is None
+    ):  # accelerate would do without in silence
+        raise ValueError(
+            f"trainer.mixed_precision = 'fp16': needs a GPU, the device is {accelerator.device}; bf16 works there"
+        )
+    return accelerator

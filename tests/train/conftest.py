@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from accelerate.state import AcceleratorState
 from PIL import Image, ImageDraw
 
 from train.data.fetch import fetch_digits
@@ -28,6 +29,12 @@ def drawn_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
             width=3,
         )
     return np.asarray(image)
+
+
+@pytest.fixture(autouse=True)
+def forget_the_accelerator() -> None:
+    """accelerate keeps the precision and the device of the first run in a process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture(scope="session")

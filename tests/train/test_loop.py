@@ -11,6 +11,7 @@ import pytest
 import timm
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.utils.data import Dataset
 
@@ -241,6 +242,28 @@ def test_m1_the_learning_rate_goes_on_by_step(tmp_path: Path) -> None:
 def resumed_at(folder: Path) -> int:
     last = last_checkpoint(folder / "checkpoints")
     return int(last.name[5:]) if last else 0
+
+
+def test_bf16_computes_in_bf16_and_keeps_float32_weights(tmp_path: Path) -> None:
+    class Watched(Regression):
+        def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+            dtypes.add((model.weight.dtype, nn.functional.linear(batch["x"], model.weight).dtype))  # type: ignore[arg-type, union-attr]
+            return super().loss(model, batch)
+
+    dtypes: set[tuple[torch.dtype, torch.dtype]] = set()
+    in_bf16 = run(tmp_path / "1", "trainer.mixed_precision=bf16", "trainer.device=cpu", task=Watched())
+    AcceleratorState._reset_state(reset_partial_state=True)
+    in_float32 = run(tmp_path / "2")
+    assert dtypes == {(torch.float32, torch.bfloat16)}
+    assert in_bf16.losses != in_float32.losses
+    assert in_bf16.losses == pytest.approx(in_float32.losses, rel=0.1, abs=0.05)
+
+
+def test_d7_fp16_without_a_gpu_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"trainer.mixed_precision = 'fp16': needs a GPU, the device is cpu; bf16 works"
+    ):
+        create_accelerator(config("trainer.mixed_precision=fp16", "trainer.device=cpu"))
 
 
 def test_a_parameter_without_a_gradient_is_named(tmp_path: Path) -> None:
