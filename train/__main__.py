@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,12 +14,14 @@ from rich.console import Console
 from train import report
 from train.checkpoint import last_checkpoint, replace_text
 from train.config import list_configs, load_config
+from train.data.description import DESCRIPTION
 from train.data.fetch import FetchError
 from train.distribute import on_main_process
 from train.loop import NonFiniteLoss, Stopped, create_accelerator, create_draws, fit
 from train.restore import restore
-from train.run_folder import CHECKPOINTS, DATA, HISTORY, METRICS, Lock, open_run
+from train.run_folder import CHECKPOINTS, HISTORY, METRICS, Lock, open_run
 from train.tasks import create_task
+from train.tool import run_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -81,7 +82,7 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
                 f"(trainer.overwrite=true starts anew; a larger trainer.max_steps with trainer.allow_changes=true goes on)"
             )
             return folder
-        on_main_process(accelerator, lambda: replace_text(folder / DATA, task.description()))
+        on_main_process(accelerator, lambda: replace_text(folder / DESCRIPTION, task.description()))
 
         result = fit(config, task, folder, accelerator, opened.checkpoint)
         if accelerator.is_main_process:
@@ -111,10 +112,5 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
     return folder
 
 
-def say_warning(message: Warning | str, *_: object) -> str:
-    return f"warning: {message}\n"
-
-
 if __name__ == "__main__":
-    warnings.formatwarning = say_warning  # type: ignore[assignment]
-    sys.exit(main())
+    run_command(main)

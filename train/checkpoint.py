@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 Weights = dict[str, torch.Tensor]
 
@@ -118,6 +119,26 @@ def load_weights(folder: Path, which: Literal["auto", "model", "ema"] = "auto") 
                 raise ValueError(f"{folder}: {damage}")
             return load_file(file)
     raise ValueError(f"{folder}: holds no {' or '.join(f'{name}.safetensors' for name in names)}")
+
+
+def misfits(model: nn.Module, weights: Weights) -> list[str]:
+    """Why weights do not fit a model exactly, no name too few or too many, no shape that would have to be resized."""
+    own = model.state_dict()
+    shapes = [
+        f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
+        for name, value in own.items()
+        if name in weights and weights[name].shape != value.shape
+    ]
+    found = {
+        "it lacks": [name for name in own if name not in weights],
+        "it holds besides": [name for name in weights if name not in own],
+        "of another shape:": shapes,
+    }
+    return [
+        f"{what} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+        for what, names in found.items()
+        if names
+    ]
 
 
 def last_checkpoint(folder: Path) -> Path | None:

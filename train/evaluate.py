@@ -15,10 +15,11 @@ from torch.utils.data import Dataset
 from relpos2d import Grid, create_encoding
 from train.checkpoint import replace_text
 from train.config import Config, Encoding, load_config
+from train.data.description import Description
 from train.data.images import Example, Images
 from train.loop import create_accelerator
 from train.resize import by, set_image_size
-from train.restore import Description, find_checkpoint, restore, without_pretrained
+from train.restore import find_checkpoint, restore, without_pretrained
 from train.run_folder import CONFIG, METRICS
 from train.schema import nearest
 from train.tasks.classify import Classify

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from torch import nn
 
-from train.checkpoint import Checkpoint
+from train.checkpoint import Checkpoint, misfits
 from train.config import Config
 from train.data.stream import seed_everything
 from train.distribute import (
@@ -135,12 +135,11 @@ class Learner:
 
 
 def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
-    try:
-        model.load_state_dict(checkpoint.weights[name])
-    except RuntimeError as error:
+    if different := misfits(model, checkpoint.weights[name]):
         raise ValueError(
-            f"the checkpoint of step {checkpoint.step} is one of another model or encoding: {error}"
-        ) from error
+            f"the checkpoint of step {checkpoint.step} is one of another model or encoding: {'; '.join(different)}"
+        )
+    model.load_state_dict(checkpoint.weights[name])
 
 
 def refuse_idle_parameters(model: nn.Module) -> None:

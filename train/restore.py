@@ -1,35 +1,22 @@
 """A trained model from its run's folder alone: the data that it was trained on need not be there."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, cast
 
 import torch
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from safetensors import SafetensorError
 from torch import nn
 
-from train.checkpoint import STATE, last_checkpoint, load_weights
+from train.checkpoint import STATE, last_checkpoint, load_weights, misfits
 from train.config import Config, load_config
 from train.data import Images
-from train.run_folder import CHECKPOINTS, CONFIG, DATA
-from train.schema import Node
+from train.data.description import Description, read_description
+from train.run_folder import CHECKPOINTS, CONFIG
 from train.tasks.classify import create_backbone
 
 Weights = Literal["auto", "model", "ema"]
-
-
-class Description(Node):
-    """What a classifier sees, and what its outputs are called. Written beside a run, read when its model is used."""
-
-    classes: tuple[str, ...] = Field(min_length=1)
-    num_channels: PositiveInt
-    height: PositiveInt
-    width: PositiveInt
-    mean: tuple[float, ...]
-    std: tuple[PositiveFloat, ...]
 
 
 @dataclass(frozen=True)
@@ -43,26 +30,6 @@ class Restored:
     checkpoint: Path  # its step_N
     step: int
     weights: Literal["model", "ema"]
-
-
-def describe(images: Images) -> Description:
-    """The description of loaded data."""
-    return Description(**{name: getattr(images, name) for name in Description.model_fields})
-
-
-def read_description(folder: Path) -> Description:
-    """The description in a run's folder.
-
-    Raises:
-        ValueError: there is none, or none that can be read.
-    """
-    path = folder / DATA
-    try:
-        return Description.model_validate_json(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"{folder}: holds no {DATA}, which a run writes when it starts") from None
-    except (ValidationError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: no readable description of data ({' '.join(str(error).split())})") from error
 
 
 def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | None = None) -> Restored:
@@ -121,36 +88,18 @@ def without_pretrained(config: Config) -> Config:
 
 
 def load_strictly(model: nn.Module, weights: dict[str, torch.Tensor], checkpoint: Path, config: Config) -> None:
-    """Loads weights that fit exactly: no name too few or too many, no shape that would have to be resized.
+    """Loads weights that fit exactly.
 
     Raises:
         ValueError: with what differs.
     """
-    own = model.state_dict()
-    differences = [
-        *some("it lacks", [name for name in own if name not in weights]),
-        *some("it holds besides", [name for name in weights if name not in own]),
-        *some(
-            "of another shape:",
-            [
-                f"{name} {tuple(weights[name].shape)} instead of {tuple(value.shape)}"
-                for name, value in own.items()
-                if name in weights and weights[name].shape != value.shape
-            ],
-        ),
-    ]
-    if differences:
+    if different := misfits(model, weights):
         encodings = " + ".join(encoding.name for encoding in config.encodings)
         raise ValueError(
             f"{checkpoint}: is of another model or encoding than its run's {CONFIG} says, "
-            f"{config.model.name} with {encodings}: {'; '.join(differences)}"
+            f"{config.model.name} with {encodings}: {'; '.join(different)}"
         )
     model.load_state_dict(weights)
-
-
-def some(what: str, names: Sequence[str]) -> list[str]:
-    """One phrase that names the first of them; none for none."""
-    return [f"{what} {names[0]}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")] if names else []
 
 
 def to_device(name: str) -> torch.device:

@@ -13,16 +13,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 from train.checkpoint import Checkpoint, last_checkpoint, load_checkpoint, remove_unfinished, replace_text
 from train.config import Config, default_output, resolved_yaml
+from train.data.description import DESCRIPTION
 
-CONFIG, METRICS, DATA, HISTORY, CHECKPOINTS, TENSORBOARD = (
-    "config.yaml",
-    "metrics.json",
-    "data.json",
-    "history.jsonl",
-    "checkpoints",
-    "tensorboard",
-)
-LOCK = ".lock"
+CONFIG, METRICS, HISTORY = "config.yaml", "metrics.json", "history.jsonl"
+CHECKPOINTS, TENSORBOARD, LOCK = "checkpoints", "tensorboard", ".lock"
 
 #: what may differ between two parts of one run: where and how it is computed and written, not what
 FREE = {
@@ -222,6 +216,6 @@ def clear_run(folder: Path) -> None:
     """Removes what a run writes, and nothing else."""
     for entry in (CHECKPOINTS, TENSORBOARD):
         shutil.rmtree(folder / entry, ignore_errors=True)
-    for pattern in ("*.png", "*.jsonl", METRICS, DATA, CONFIG):
+    for pattern in ("*.png", "*.jsonl", METRICS, DESCRIPTION, CONFIG):
         for file in folder.glob(pattern):
             file.unlink()

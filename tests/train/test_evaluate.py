@@ -14,9 +14,9 @@ from PIL import Image
 
 from tests.train.runs import VIT, make_run
 from train.__main__ import main as train
+from train.data.description import Description
 from train.data.images import Images
 from train.evaluate import AsTrained, PermutedPatches, main
-from train.restore import Description
 
 SCENES = ["data.canvas=[56, 70]", "data.num_train=9", "data.num_test=9", "model.depth=2", "encoding=[learned, table]"]
 

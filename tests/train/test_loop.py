@@ -282,7 +282,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     task.model = nn.Linear(2, 2)
     with pytest.raises(
         ValueError,
-        match=r"(?s)the checkpoint of step 6 is one of another model or encoding: .*size mismatch for weight",
+        match=r"the checkpoint of step 6 is one of another model or encoding: of another shape: weight \(1, 2\) instead of",
     ):
         proceed(tmp_path, task)
 

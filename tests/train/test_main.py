@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from train.__main__ import main
 from train.checkpoint import load_checkpoint
 from train.config import list_configs, load_config
-from train.restore import read_description
+from train.data.description import read_description
 from train.tasks import create_task
 
 SHORT = ["trainer.max_steps=2", "trainer.batch_size=8", "schedule.warmup_steps=1", "trainer.device=cpu"]

@@ -12,7 +12,8 @@ from tests.train.runs import VIT, halved, make_run
 from train.checkpoint import Checkpoint, save_checkpoint
 from train.config import load_config
 from train.data import Digits
-from train.restore import Description, read_description, restore, to_device, without_pretrained
+from train.data.description import Description, read_description
+from train.restore import restore, to_device, without_pretrained
 
 SUM = ["encoding=[{name: learned}, {name: table, strength: 0.5}, rope_mixed]", VIT]
 

@@ -18,6 +18,7 @@ from relpos2d.encodings import encoding_class
 from train import report
 from train.config import Config, Encoding, Loss
 from train.data import Images
+from train.data.description import describe
 from train.data.stream import evaluation_batches
 from train.tasks import Records
 
@@ -86,8 +87,6 @@ class Classify:
         return metrics, records
 
     def description(self) -> str:
-        from train.restore import describe
-
         return describe(self.images).model_dump_json(indent=2) + "\n"
 
     def pictures(self, folder: Path, records: Records, model: nn.Module) -> list[Path]:

@@ -1,0 +1,27 @@
+"""Short runs in each way of computing: taken up in the middle, they end the same. tests/gpu has them on a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.train.runs import six_steps_twice
+from tests.train.test_resume import assert_same
+
+WAYS = {
+    "float32": [],
+    "bf16": ["trainer.mixed_precision=bf16"],
+    "fsdp2 on one process": ["trainer.parallel=fsdp2"],
+    "in parts": ["trainer.accumulate=2"],
+    "lamb": ["optimizer.name=lamb", "optimizer.layer_decay=0.7"],
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_straight_equals_taken_up(
+    way: str, digits_csv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    straight, taken_up = six_steps_twice(tmp_path, digits_csv, "trainer.device=cpu", *WAYS[way])
+    assert "continues after step 3" in capsys.readouterr().out
+    assert_same(straight, taken_up)
+    assert straight["learner"]["num_updates"] == 6
+    assert [line["strength"] for line in straight["history"]] == [0, 0.25, 0.5, 0.75, 1, 1]
