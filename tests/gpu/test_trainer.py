@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.train.runs import six_steps_twice
+from tests.train.six_steps import six_steps_twice
 
 pytestmark = pytest.mark.gpu
 
@@ -52,7 +52,7 @@ def test_fp16_counts_an_overflow_that_its_scaling_met(digits_csv: str, tmp_path:
     """A rate at which weights explode: the steps are left out, the scale is halved, and both are there after going on."""
     options = [
         "trainer.mixed_precision=fp16",
-        "optimizer.lr=1e4",
+        "optimizer={name: sgd, lr: 1e6}",
         "schedule.warmup_steps=0",
         "trainer.clip_grad_norm=null",
     ]

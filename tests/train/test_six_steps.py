@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.runs import six_steps_twice
+from tests.train.six_steps import six_steps_twice
 from tests.train.test_resume import assert_same
 
 WAYS = {
@@ -25,3 +25,11 @@ def test_straight_equals_taken_up(
     assert_same(straight, taken_up)
     assert straight["learner"]["num_updates"] == 6
     assert [line["strength"] for line in straight["history"]] == [0, 0.25, 0.5, 0.75, 1, 1]
+
+
+def test_steps_left_out_are_counted_on(digits_csv: str, tmp_path: Path) -> None:
+    """At a rate at which weights explode in the first step."""
+    options = ["optimizer={name: sgd, lr: 1e38}", "schedule.warmup_steps=0", "trainer.device=cpu"]
+    straight, taken_up = six_steps_twice(tmp_path, digits_csv, *options)
+    assert (straight["learner"]["num_updates"], straight["learner"]["num_skipped"]) == (1, 5)
+    assert taken_up["learner"] == straight["learner"]
