@@ -23,7 +23,9 @@ WAYS = {
 def test_straight_equals_taken_up(
     way: str, digits_csv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Sums on a GPU may come in any order, so weights and losses are close and not equal."""
+    """Sums on a GPU may come in any order, and Adam takes whole steps where a gradient is noise around 0; so weights are compared
+    within six such steps, gradients by their moving average as a whole: without what was saved of it, half would be missing.
+    """
     straight, taken_up = six_steps_twice(tmp_path, digits_csv, *WAYS[way])
     printed = capsys.readouterr().out
     assert "parameters on cuda" in printed
@@ -31,9 +33,12 @@ def test_straight_equals_taken_up(
     for kind, weights in straight["weights"].items():
         for name, weight in weights.items():
             assert weight.isfinite().all()
-            torch.testing.assert_close(
-                taken_up["weights"][kind][name], weight, rtol=1e-2, atol=1e-3, msg=f"{kind} {name}"
-            )
+            torch.testing.assert_close(taken_up["weights"][kind][name], weight, rtol=0, atol=6e-3, msg=f"{kind} {name}")
+    first, second = (
+        torch.cat([state["exp_avg"].flatten() for state in outcome["optimizer"]["state"].values()])
+        for outcome in (straight, taken_up)
+    )
+    assert (first - second).norm() <= 0.1 * first.norm()
     for line, again in zip(straight["history"], taken_up["history"], strict=True):
         assert again["loss"] == pytest.approx(line["loss"], rel=1e-2)
         assert again["lr"] == line["lr"]
