@@ -1,10 +1,10 @@
-# make install | demo | test | check | format; each makes its own environment in .venv
+# make install | demo | test | test-long | test-gpu | check | format; each makes its own environment in .venv
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CORES := $(shell nproc 2>/dev/null || sysctl -n hw.ncpu 2>/dev/null || echo 2)
 
-.PHONY: install demo test test-gpu check format clean
+.PHONY: install demo test test-long test-gpu check format clean
 
 install: $(VENV)/installed
 
@@ -19,9 +19,13 @@ demo: install
 	$(BIN)/python -m train classify/digits
 
 test: install
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not gpu and not long"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --jaxtyping-packages=relpos2d,beartype.beartype \
 		tests/test_positions.py tests/test_encoding.py tests/encodings tests/attention
+
+# runs killed twenty times, and on several processes and machines: about five minutes
+test-long: install
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
 # the tests that need a CUDA device, on a machine that has one
 test-gpu: install

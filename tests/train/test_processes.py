@@ -15,8 +15,6 @@ from tests.train.launch import free_port
 from tests.train.runs import VIT
 from train.checkpoint import last_checkpoint, load_checkpoint
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 TRAINER = (
@@ -74,15 +72,13 @@ def runs(tmp_path_factory: pytest.TempPathFactory, digits_csv: str) -> Path:
     return folder
 
 
-def test_two_processes_have_the_losses_of_one(runs: Path) -> None:
+def test_two_processes_have_the_losses_of_one_whether_the_model_is_copied_or_shared(runs: Path) -> None:
     assert_same_run(runs / "ddp", runs / "one")
-
-
-def test_a_shared_model_has_the_losses_of_copies(runs: Path) -> None:
     assert_same_run(runs / "fsdp2", runs / "ddp")
     assert (runs / "fsdp2" / "maps.png").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "num_processes", "trainer"), [
     ("ddp", 1, ""),
     ("fsdp2", 1, ""),
@@ -100,12 +96,14 @@ def test_another_number_of_processes_goes_on_at_the_same_sample(
     assert_same_run(folder, runs / "one")
 
 
+@pytest.mark.long
 def test_a_batch_that_cannot_be_shared_out_is_refused_by_all(digits_csv: str, tmp_path: Path) -> None:
     said = launch(3, tmp_path / "run", digits_csv, fails=True)
     assert "error: trainer.batch_size = 8: must be a multiple of 3" in said
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.long
 def test_what_is_wrong_with_the_folder_ends_all(runs: Path, digits_csv: str, tmp_path: Path) -> None:
     shutil.copytree(runs / "one", tmp_path / "run")
     said = launch(2, tmp_path / "run", digits_csv, "optimizer.lr=0.5", fails=True)
@@ -117,6 +115,7 @@ def torchrun(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *arguments, "-m", "train"]
 
 
+@pytest.mark.long
 def test_one_process_that_fails_ends_all_with_its_error(image_folders: Path, tmp_path: Path) -> None:
     """Half of the batches hold a damaged image, which no more than one process meets first."""
     for name in ("0.png", "1.png"):
@@ -139,6 +138,7 @@ def test_one_process_that_fails_ends_all_with_its_error(image_folders: Path, tmp
     assert not (tmp_path / "run" / "metrics.json").exists()
 
 
+@pytest.mark.long
 def test_two_machines_train_together(runs: Path, digits_csv: str, tmp_path: Path) -> None:
     """Two agents that know each other by an address only. What they write is the first one's."""
     arguments = [*COMMAND, f"trainer={{{TRAINER}}}", f"data.path={digits_csv}"]

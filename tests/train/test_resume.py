@@ -82,7 +82,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory, digits_csv: str) -> dict[
     return outcome(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_to_all_processes_saves_and_the_run_goes_on(
     straight: dict[str, Any], digits_csv: str, tmp_path: Path
 ) -> None:
@@ -108,20 +108,30 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on(
     assert_same(outcome(tmp_path / "run"), straight)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_m6_killed_twenty_times_ends_the_same(
-    num_workers: int, straight: dict[str, Any], digits_csv: str, tmp_path: Path
-) -> None:
+def killed(folder: Path, digits_csv: str, num_workers: int, num_kills: int) -> list[str]:
+    """Trains with so many kills; returns what the attempts said."""
     workers = f"trainer.num_workers={num_workers}"
-    lines = train(tmp_path / "run", digits_csv, workers, num_kills=20, seed=num_workers)
-    assert lines.count(f"end {-signal.SIGKILL}") == 20, lines
-    assert sum(line.startswith("in a save") for line in lines) >= 3, lines
-    continued = [line for line in lines if "continues after step" in line]
-    assert len({line for line in continued}) >= 5, lines
+    lines = train(folder, digits_csv, workers, num_kills=num_kills, seed=num_workers)
+    assert lines.count(f"end {-signal.SIGKILL}") == num_kills, lines
+    assert not list((folder / "checkpoints").glob(".*"))
+    return lines
+
+
+def test_m6_killed_six_times_ends_the_same(straight: dict[str, Any], digits_csv: str, tmp_path: Path) -> None:
+    killed(tmp_path / "run", digits_csv, num_workers=2, num_kills=6)
     assert_same(outcome(tmp_path / "run"), straight)
-    assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
     strengths = [line["strength"] for line in straight["history"]]
     assert strengths[:21] == [0.0] * 21
     assert strengths[110:] == [1.0] * 10
     assert all(0 < strength < 1 for strength in strengths[21:110])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_m6_killed_twenty_times_ends_the_same(
+    num_workers: int, straight: dict[str, Any], digits_csv: str, tmp_path: Path
+) -> None:
+    lines = killed(tmp_path / "run", digits_csv, num_workers, num_kills=20)
+    assert sum(line.startswith("in a save") for line in lines) >= 3, lines
+    assert len({line for line in lines if "continues after step" in line}) >= 5, lines
+    assert_same(outcome(tmp_path / "run"), straight)
