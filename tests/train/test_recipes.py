@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 import timm
+import torch
+from safetensors.torch import save_file
 from timm.data import Mixup
 from timm.data.auto_augment import AutoAugment, RandAugment
 from timm.data.random_erasing import RandomErasing
 from timm.layers import DropPath
 from timm.loss import BinaryCrossEntropy, SoftTargetCrossEntropy
+from torch import nn
 from torchvision.transforms import v2
 
+from tests.backbones.builders import draw, timm_warnings
 from train.__main__ import main
 from train.config import load_config
 from train.recipe import create_optimizer, create_schedule
@@ -114,12 +118,29 @@ def test_lamb_and_the_rotary_positions_of_vit_small() -> None:
     assert config.trainer.clip_grad_norm is None
 
 
-def test_fine_tuning_starts_from_weights_of_imagenet_1k() -> None:
-    """Which weights the name stands for, and that they fit larger windows: tables are resized on the way, as timm does it."""
+def test_fine_tuning_starts_from_weights_of_imagenet_1k(tmp_path: Path) -> None:
+    """The name stands for weights trained on nothing more; its windows of 7 become windows of 12, all else stays."""
     config = load_config("classify/finetune_swin_384")
     assert config.model.pretrained
-    model: Any = timm.create_model(config.model.name, img_size=384, window_size=12, device="meta")
+    small: dict[str, Any] = {"embed_dim": 24, "depths": (1, 2), "num_heads": (2, 4)}
+    weights = draw_weights(timm.create_model(config.model.name.removeprefix("relpos2d_"), img_size=56, **small))
+    save_file(weights, tmp_path / "weights.safetensors")
+    overlay = {"file": str(tmp_path / "weights.safetensors")}
+    with timm_warnings():
+        model: Any = timm.create_model(
+            config.model.name, True, pretrained_cfg_overlay=overlay, img_size=96, window_size=12, **small
+        )
     assert model.pretrained_cfg["hf_hub_id"] == "timm/swin_base_patch4_window7_224.ms_in1k"
-    tables = [p for n, p in model.named_parameters() if n.endswith("relative_position_bias_table")]
-    assert len(tables) == 24
-    assert all(table.shape[0] == 23 * 23 for table in tables)
+    for name, parameter in model.named_parameters():
+        weight = weights[name.replace("encoding.", "")]
+        if name.endswith("relative_position_bias_table"):
+            assert (weight.shape[0], parameter.shape[0]) == (13 * 13, 23 * 23)
+            corners_and_middle = parameter[[0, 22, 264, 528]], weight[[0, 12, 84, 168]]
+            torch.testing.assert_close(*corners_and_middle, rtol=0, atol=1e-5)
+        else:
+            assert torch.equal(parameter, weight), name
+
+
+def draw_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    draw(model, seed=2)
+    return {name: parameter.detach().contiguous() for name, parameter in model.named_parameters()}
