@@ -136,7 +136,7 @@ def test_fine_tuning_starts_from_weights_of_imagenet_1k(tmp_path: Path) -> None:
         if name.endswith("relative_position_bias_table"):
             assert (weight.shape[0], parameter.shape[0]) == (13 * 13, 23 * 23)
             corners_and_middle = parameter[[0, 22, 264, 528]], weight[[0, 12, 84, 168]]
-            torch.testing.assert_close(*corners_and_middle, rtol=0, atol=1e-5)
+            torch.testing.assert_close(*corners_and_middle, rtol=0, atol=1e-4)
         else:
             assert torch.equal(parameter, weight), name
 
