@@ -53,7 +53,8 @@ class Loss(Node):
 
     `mixup` and `cutmix` are the alphas of their beta distributions (0: off); a batch or an example (`mix_mode`) is mixed with
     probability `mix_prob`, by CutMix with probability `switch_prob` where both are on. The partner is looked for in the part of
-    the batch that a process works on at once.
+    the batch that a process works on at once. With `target_threshold`, binary cross entropy takes every class with a share
+    above it as present (0: both of a mixed image, as DeiT III has it).
     """
 
     name: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
@@ -63,6 +64,15 @@ class Loss(Node):
     mix_prob: float = Field(1.0, ge=0, le=1)
     switch_prob: float = Field(0.5, ge=0, le=1)
     mix_mode: Literal["batch", "pair", "elem"] = "batch"
+    target_threshold: float | None = Field(None, ge=0, lt=1)
+
+    @model_validator(mode="after")
+    def threshold_has_a_use(self) -> "Loss":
+        if self.target_threshold is not None and self.name != "binary_cross_entropy":
+            raise ValueError(
+                f"target_threshold = {self.target_threshold}: is for binary_cross_entropy, name is {self.name}"
+            )
+        return self
 
     @property
     def mixes(self) -> bool:
@@ -114,11 +124,12 @@ class Trainer(Node):
 
     `batch_size` counts the whole batch of a step: all processes, all of the `accumulate` parts whose gradients are summed.
     `trainable: positions` trains the encodings alone; `frozen_stages` keeps the stem and so many stages (Swin) or blocks (ViT) as
-    they are. `ema_decay` keeps an average of the weights (timm's, with its warm-up), which is then what is evaluated.
-    A step whose loss or gradient is not finite is left out and counted; after more than `max_skipped_steps` of them in a row the
-    run stops. `num_threads` of the CPU work on one operation; left open, torch takes all cores, which small models on a busy
-    machine pay for by a factor of ten. `parallel` is for several processes: copies of the model (ddp) or one that is shared out
-    (fsdp2). `allow_changes` continues a run with a config that differs from the one it was started with.
+    they are, all of a ViT's with its last norm. `ema_decay` keeps an average of the weights (timm's, with its warm-up), which is
+    then what is evaluated. A step whose loss or gradient is not finite is left out and counted; after more than
+    `max_skipped_steps` of them in a row the run stops. `num_threads` of the CPU work on one operation; left open, torch takes all
+    cores, which small models on a busy machine pay for by a factor of ten. `parallel` is for several processes: copies of the
+    model (ddp) or one that is shared out (fsdp2); on one process both are the plain model. `allow_changes` continues a run with
+    a config that differs from the one it was started with.
     """
 
     max_steps: PositiveInt
@@ -182,11 +193,18 @@ class Config(Node):
 
     @model_validator(mode="after")
     def handover_has_a_receiver(self) -> "Config":
-        if self.handover and not self.moving():
+        if self.handover is None or None in self.encodings:  # a wrong encoding has a line already
+            return self
+        moving = {encoding.name for encoding in self.moving()}
+        if not moving:
             raise ValueError(
                 f"handover: there is no relative encoding that could take over; encoding is "
                 f"{', '.join(encoding.name for encoding in self.encodings)} "
                 f"(one whose strength is given keeps it)"
+            )
+        if twice := moving & {encoding.name for encoding in self.encodings if "strength" in encoding.given()}:
+            raise ValueError(
+                f"handover: encoding {', '.join(sorted(twice))} is there with and without a strength; they are told apart by name"
             )
         return self
 

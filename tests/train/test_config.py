@@ -123,6 +123,12 @@ WRONG = {
         ["handover: there is no relative encoding that could take over; encoding is learned"]),
     "handover of given strengths": (
         ["handover={steps: 10}", "encoding={name: table, strength: 0.5}"], ["handover: there is no relative encoding"]),
+    "handover to a wrong encoding": (["handover={steps: 9}", "encoding=tabl"], ["encoding = 'tabl'", "did you mean table?"]),
+    "handover of one name twice": (
+        ["handover={steps: 9}", "encoding=[{name: rope_axial, theta: 10}, {name: rope_axial, strength: 1.0}]"],
+        ["handover: encoding rope_axial is there with and without a strength"]),
+    "threshold without a use": (
+        ["loss.target_threshold=0.1"], ["loss: target_threshold = 0.1: is for binary_cross_entropy, name is cross_entropy"]),
     "handover too long": (
         ["handover={steps: 1800}"], ["handover.start + handover.steps = 0 + 1800: must be less than trainer.max_steps = 1800"]),
     "shape of a handover": (["handover={steps: 9, shape: cosin}"], ["handover.shape = 'cosin'", "did you mean cosine?"]),

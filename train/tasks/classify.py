@@ -102,8 +102,8 @@ class Classify:
 
 def create_criterion(loss: Loss, num_classes: int) -> tuple[Mixup | None, nn.Module]:
     """timm's Mixup where there is any, and the loss that goes with its targets."""
-    if loss.name == "binary_cross_entropy":
-        criterion: nn.Module = BinaryCrossEntropy(smoothing=0.0 if loss.mixes else loss.smoothing)
+    if loss.name == "binary_cross_entropy":  # mixed targets are smoothed already, which timm's loss sees by their shape
+        criterion: nn.Module = BinaryCrossEntropy(smoothing=loss.smoothing, target_threshold=loss.target_threshold)
     elif loss.mixes:
         criterion = SoftTargetCrossEntropy()
     else:
