@@ -14,9 +14,9 @@ from rich.console import Console
 from train import report
 from train.checkpoint import last_checkpoint, replace_text
 from train.config import list_configs, load_config
-from train.data.description import DESCRIPTION
 from train.data.fetch import FetchError
 from train.distribute import on_main_process
+from train.learner import Learner
 from train.loop import NonFiniteLoss, Stopped, create_accelerator, create_draws, fit
 from train.restore import restore
 from train.run_folder import CHECKPOINTS, HISTORY, METRICS, Lock, open_run
@@ -38,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run(given.config, given.overrides)
     except Stopped as stopped:
-        print(f"{stopped}; the same command goes on from there", file=sys.stderr)
+        without = " without trainer.overwrite=true" if stopped.overwrites else ""
+        print(f"{stopped}; the same command{without} goes on from there", file=sys.stderr)
         return 128 + stopped.signal_number
     except (ValueError, OSError, FetchError, NonFiniteLoss) as error:
         if os.environ.get("RELPOS2D_TRACEBACK"):
@@ -64,10 +65,10 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
     create_draws(config, task, accelerator)
     num_parameters = sum(parameter.numel() for parameter in task.model.parameters())
 
-    # only now: what cannot be built leaves no folder behind
+    description = task.description()
     lock = Lock()
     try:
-        opened = on_main_process(accelerator, lambda: open_run(name, config, lock))
+        opened = on_main_process(accelerator, lambda: open_run(name, config, description, lock))
         folder = opened.folder
         console.print(
             f"{name} -> {report.readable(folder)}: {num_parameters:,} parameters on {accelerator.device}"
@@ -82,9 +83,16 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
                 f"(trainer.overwrite=true starts anew; a larger trainer.max_steps with trainer.allow_changes=true goes on)"
             )
             return folder
-        on_main_process(accelerator, lambda: replace_text(folder / DESCRIPTION, task.description()))
+        try:
+            draws = create_draws(config, task, accelerator, opened.checkpoint)
+            learner = Learner(config, task, accelerator, opened.checkpoint)
+        except ValueError:
+            if accelerator.is_main_process:
+                opened.abandon()
+            raise
+        on_main_process(accelerator, lambda: opened.begin(config, description))
 
-        result = fit(config, task, folder, accelerator, opened.checkpoint)
+        result = fit(learner, draws, folder)
         if accelerator.is_main_process:
             metrics, records = result.metrics, result.records
             replace_text(folder / task.records_name, "".join(json.dumps(record) + "\n" for record in records))

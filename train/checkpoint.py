@@ -86,8 +86,11 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
         shutil.rmtree(aside, ignore_errors=True)
         raise
     for old in step_folders(folder)[:-keep]:
-        if old != target:
-            shutil.rmtree(old)
+        try:
+            if old != target:
+                shutil.rmtree(old)
+        except OSError as error:  # somebody reads it over a network
+            warnings.warn(f"{old}: could not be removed ({error})", stacklevel=2)
     return target
 
 
@@ -183,6 +186,15 @@ def remove_unfinished(folder: Path) -> None:
     """What a killed process had not finished writing."""
     for aside in folder.glob(".step_*"):
         shutil.rmtree(aside, ignore_errors=True)
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Renames the step folders after a step, which were damaged and passed over: so they do not count as kept ones."""
+    for later in step_folders(folder):
+        if int(later.name[5:]) > step:
+            aside = folder / f"damaged_{later.name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            later.replace(aside)
 
 
 def plain(value: Any) -> Any:

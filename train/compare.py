@@ -5,13 +5,14 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from train.config import Config, load_config
 from train.report import read_history, readable, save
-from train.run_folder import CONFIG, HISTORY, METRICS
+from train.run_folder import CONFIG, FREE, HISTORY, METRICS, flat_config
 from train.tool import run_command, run_tool
 
 COLOURS = ("#1f5fbf", "#c03028", "#2e8b57", "#8a4fbf", "#d98e04", "#0e8f9e", "#7a5c3e", "#c2408f", "#555555", "#9aa51c")
@@ -58,17 +59,25 @@ def scores(folder: Path, score: str) -> dict[str, float]:
 
 
 def group_runs(folders: Iterable[Path]) -> dict[str, list[Path]]:
-    """The folders by what their configs have in common: all but the seed.
+    """The folders by what their configs have in common, all but the seed and how it was computed; named after their encodings,
+    and where that is not enough, after what else differs.
 
     Raises:
         ValueError: a folder is no run.
     """
-    groups: dict[str, list[Path]] = {}
+    groups: dict[tuple[str, tuple[tuple[str, Any], ...]], list[Path]] = {}
     for folder in folders:
         if not (folder / CONFIG).is_file():
             raise ValueError(f"{folder}: is no run, it has no {CONFIG}")
-        groups.setdefault(label(load_config(str(folder / CONFIG))), []).append(folder)
-    return groups
+        config = load_config(str(folder / CONFIG))
+        rest = tuple((key, value) for key, value in flat_config(config).items() if key not in FREE and key != "seed")
+        groups.setdefault((label(config), rest), []).append(folder)
+    named: dict[str, list[Path]] = {}
+    for (name, own), members in groups.items():
+        others = [dict(other) for other_name, other in groups if other_name == name and other != own]
+        differs = [f"{key}={value}" for key, value in own if any(other.get(key) != value for other in others)]
+        named[" ".join([name, *differs])] = members
+    return named
 
 
 def label(config: Config) -> str:

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model, model_validator
 from timm.models import is_model, list_models
-from timm.optim import get_optimizer_class, list_optimizers
+from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
 
 from relpos2d import Grid, create_encoding, list_encodings
 from relpos2d.encodings import encoding_class, encoding_options
@@ -184,6 +184,11 @@ class Config(Node):
             raise ValueError(
                 f"schedule.warmup_steps = {self.schedule.warmup_steps}: must be less than trainer.max_steps = {last}"
             )
+        rates = [("min_lr", self.schedule.min_lr)]
+        rates += [("warmup_lr", self.schedule.warmup_lr)] if self.schedule.warmup_steps else []
+        for key, rate in rates:
+            if rate > self.optimizer.lr:
+                raise ValueError(f"schedule.{key} = {rate}: must be at most optimizer.lr = {self.optimizer.lr}")
         if self.handover and self.handover.start + self.handover.steps >= last:
             raise ValueError(
                 f"handover.start + handover.steps = {self.handover.start} + {self.handover.steps}: "
@@ -395,8 +400,14 @@ def encoding_node(name: str) -> type[Encoding]:
     return node_from_parameters(name, encoding_options(encoding_class(name)), Encoding)
 
 
+def optimizer_names() -> list[str]:
+    return [str(name) for name in list_optimizers() if not get_optimizer_info(str(name)).second_order]
+
+
 @functools.cache
 def optimizer_node(name: str) -> type[Optimizer]:
+    if get_optimizer_info(name).second_order:
+        raise ValueError(name)  # its backward pass is one of a kind
     return node_from_parameters(
         name, inspect.signature(get_optimizer_class(name, bind_defaults=False)).parameters, Optimizer
     )
@@ -407,7 +418,7 @@ NODES: dict[str, tuple[type[Node], Callable[[], list[str]], Callable[[str], type
     "model": (Model, lambda: list_models("relpos2d_*"), model_node),
     "encoding": (Encoding, lambda: [encoding.name for encoding in list_encodings()], encoding_node),
     "data": (Data, lambda: list(DATA), DATA.__getitem__),
-    "optimizer": (Optimizer, lambda: [str(name) for name in list_optimizers()], optimizer_node),
+    "optimizer": (Optimizer, optimizer_names, optimizer_node),
 }
 
 

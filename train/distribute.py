@@ -77,16 +77,27 @@ def whole_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     return get_optimizer_state_dict(model, optimizer, options=WHOLE)  # type: ignore[return-value]
 
 
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load_optimizer(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any], keep: tuple[str, ...] = ()
+) -> None:
+    """Loads what `whole_optimizer` returned; of the options in `keep` each group stays with its own."""
+    options = [{key: group[key] for key in keep if key in group} for group in optimizer.param_groups]
+    values = [parameter.detach().clone() for parameter in model.parameters()]
     set_optimizer_state_dict(model, optimizer, state, options=StateDictOptions(full_state_dict=True))
+    for group, own in zip(optimizer.param_groups, options, strict=True):
+        group.update(own)
+    with (
+        torch.no_grad()
+    ):  # torch takes a step to have something to load into, which some optimizers do not take as nothing
+        for parameter, value in zip(model.parameters(), values, strict=True):
+            parameter.copy_(value)
 
 
 def mean_over_processes(accelerator: Accelerator, *values: float | Tensor) -> list[float]:
     """Each value as the mean over all processes, in one exchange."""
-    gathered = torch.stack([torch.as_tensor(value, dtype=torch.float64).detach().cpu() for value in values])
+    gathered = torch.stack([torch.as_tensor(value).detach().cpu().double() for value in values])
     if accelerator.num_processes > 1:
-        on_device = gathered if accelerator.device.type == "cpu" else gathered.to(accelerator.device)
-        gathered = accelerator.reduce(on_device, reduction="mean")  # type: ignore[assignment]
+        gathered = accelerator.reduce(gathered.to(accelerator.device), reduction="mean")  # type: ignore[assignment]
     return gathered.tolist()
 
 

@@ -37,7 +37,7 @@ class Learner:
 
     def __init__(self, config: Config, task: Task, accelerator: Accelerator, checkpoint: Checkpoint | None = None):
         trainer = config.trainer
-        self.config, self.task, self.accelerator = config, task, accelerator
+        self.config, self.task, self.accelerator, self.checkpoint = config, task, accelerator, checkpoint
         model = task.model.to(accelerator.device)
         choose_trainable(model, trainer)
         self.strengths = Strengths(model, config)
@@ -126,7 +126,13 @@ class Learner:
         return weights, whole_optimizer(self.model, self.optimizer), counters
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        load_optimizer(self.model, self.optimizer, checkpoint.optimizer)
+        try:
+            load_optimizer(self.model, self.optimizer, checkpoint.optimizer, keep=tuple(self.config.optimizer.given()))
+        except (KeyError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"the optimizer's state in the checkpoint of step {checkpoint.step} is of another optimizer, or of other "
+                f"parameters: {error}"
+            ) from error
         counters = checkpoint.state["learner"]
         self.num_updates, self.num_skipped = counters["num_updates"], counters["num_skipped"]
         self.num_skipped_in_a_row = counters["num_skipped_in_a_row"]

@@ -2,16 +2,19 @@
 
 import json
 import math
+import os
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils import InitProcessGroupKwargs
 from torch.utils.tensorboard import SummaryWriter
 
 from train.checkpoint import Checkpoint, last_checkpoint, replace_text, save_checkpoint
@@ -31,9 +34,9 @@ class NonFiniteLoss(RuntimeError):
 class Stopped(RuntimeError):
     """The run was asked to end, has saved, and can be continued."""
 
-    def __init__(self, step: int, signal_number: int):
+    def __init__(self, step: int, signal_number: int, overwrites: bool = False):
         super().__init__(f"stopped by {signal.Signals(signal_number).name} after step {step}, which is saved")
-        self.step, self.signal_number = step, signal_number
+        self.step, self.signal_number, self.overwrites = step, signal_number, overwrites
 
 
 @dataclass(frozen=True)
@@ -45,25 +48,20 @@ class Result:
     summary: dict[str, Any]
 
 
-def fit(
-    config: Config, task: Task, folder: Path, accelerator: Accelerator, checkpoint: Checkpoint | None = None
-) -> Result:
+def fit(learner: Learner, draws: Draws, folder: Path) -> Result:
     """Trains to the last step, writing history, checkpoints and scalars into the folder.
 
-    Args:
-        checkpoint: where to go on. The run then ends as if it had never been interrupted.
+    A learner that was made from a checkpoint goes on from there, and ends as if it had never been interrupted.
 
     Raises:
         NonFiniteLoss: none of those steps has reached the weights.
         Stopped: by SIGTERM or SIGINT, after saving.
-        ValueError: the checkpoint does not belong to this model or these data.
-        CheckpointError: the last checkpoint is untouched.
+        TooManyDamaged: more examples than allowed could not be read.
+        OSError: something could not be written; the last checkpoint is untouched.
     """
+    config, task, accelerator, checkpoint = learner.config, learner.task, learner.accelerator, learner.checkpoint
     trainer = config.trainer
-    draws = create_draws(config, task, accelerator, checkpoint)
-    learner = Learner(config, task, accelerator, checkpoint)
-    before = checkpoint.state if checkpoint else {}
-    start = checkpoint.step if checkpoint else 0
+    start, before = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
     clock = Clock(before.get("seconds", {}))
     metrics: dict[str, Any] = {}
     records: Records = []
@@ -85,9 +83,12 @@ def fit(
             with clock("data"):
                 return next(batches)
 
+        def is_evaluated(step: int) -> bool:
+            return step % trainer.eval_every == 0 or step == trainer.max_steps
+
         def finish(step: int, line: dict[str, float]) -> None:
             nonlocal metrics, records
-            if step % trainer.eval_every == 0 or step == trainer.max_steps:
+            if is_evaluated(step):
                 with clock("evaluation"):
                     metrics, records = task.evaluate(learner.evaluated, accelerator)
                 line |= {f"test_{key}": value for key, value in metrics.items() if isinstance(value, float)}
@@ -96,8 +97,8 @@ def fit(
                     history.log(step, line | {"seconds": round(clock.total, 3)})
                     progress.say(step, line)
 
-        if checkpoint:  # saved before it was evaluated and logged
-            finish(start, dict(before["line"]))
+        if checkpoint:  # which was saved before it was evaluated and logged
+            finish(start, {**history.last_line, **before["line"]})
         for step in range(start + 1, trainer.max_steps + 1):
             own_loss, own_scalars, grad_norm = learner.step(step, next_batch)
             loss, stopping, *values = mean_over_processes(accelerator, own_loss, stop.requested, *own_scalars.values())
@@ -120,23 +121,23 @@ def fit(
                         line["strength"] = learner.strengths.value
                     if learner.num_skipped:
                         line["skipped_steps"] = learner.num_skipped
-            if step % trainer.save_every == 0 or is_last or stopping:
+            if step % trainer.save_every == 0 or is_evaluated(step) or stopping:
                 with clock("saving"):
                     weights, optimizer, counters = learner.state()
                     state = {
                         "learner": counters,
                         "examples_seen": draws.start + (step - start) * trainer.batch_size,
                         "num_examples": draws.num_examples,
-                        "max_steps": trainer.max_steps,
                         "line": line,
                         "seconds": clock.seconds,
                     }
+                    history.flush()
                     if accelerator.is_main_process:
                         save_checkpoint(
                             folder / CHECKPOINTS, Checkpoint(step, weights, optimizer, state), trainer.keep_checkpoints
                         )
             if stopping and not is_last:
-                raise Stopped(step, stop.signal_number or signal.SIGTERM)
+                raise Stopped(step, stop.signal_number or signal.SIGTERM, trainer.overwrite)
             finish(step, line)
 
     summary = {"steps": trainer.max_steps, "skipped_steps": learner.num_skipped, "seconds": clock.rounded()}
@@ -236,49 +237,69 @@ class History:
     """One line of history.jsonl and the same numbers as TensorBoard scalars, by the main process.
 
     Where a run goes on after `start` steps, what it had logged from that step on goes: it comes again.
+
+    Attributes:
+        last_line: what was logged at `start`.
     """
 
     def __init__(self, folder: Path, start: int, enabled: bool):
-        self.path = folder / HISTORY
+        self.path, self.last_line = folder / HISTORY, dict[str, float]()
         self.file = self.scalars = None
         if not enabled:
             return
         if start:
-            replace_text(self.path, "".join(f"{line}\n" for line in lines_before(self.path, start)))
+            lines = whole_lines(self.path)
+            replace_text(self.path, "".join(json.dumps(line) + "\n" for line in lines if line["step"] < start))
+            self.last_line = next((line for line in lines if line["step"] == start), {})
+            self.last_line = {key: value for key, value in self.last_line.items() if key not in ("step", "seconds")}
         self.file = self.path.open("a" if start else "w")
         self.scalars = SummaryWriter(folder / TENSORBOARD, purge_step=start or None)
 
     def __enter__(self) -> "History":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self.file and self.scalars:
-            self.file.close()
-            self.scalars.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        for writer in (self.file, self.scalars):
+            try:
+                if writer is not None:
+                    writer.close()
+            except OSError as error:
+                if kind is None:  # else there is an error already that tells more
+                    raise self.unwritable(error) from error
 
     def log(self, step: int, line: dict[str, float]) -> None:
         if self.file and self.scalars:
             try:
                 self.file.write(json.dumps({"step": step, **line}) + "\n")
                 self.file.flush()
+                for key, value in line.items():
+                    self.scalars.add_scalar(key, value, step)
             except OSError as error:
-                raise OSError(f"{self.path} could not be written ({error}); the checkpoints are untouched") from error
-            for key, value in line.items():
-                self.scalars.add_scalar(key, value, step)
+                raise self.unwritable(error) from error
+
+    def flush(self) -> None:
+        """What has been logged reaches the disk: before a checkpoint that takes it for written."""
+        if self.file:
+            try:
+                os.fsync(self.file.fileno())
+            except OSError as error:
+                raise self.unwritable(error) from error
+
+    def unwritable(self, error: OSError) -> OSError:
+        return OSError(f"{self.path} or {TENSORBOARD}/ could not be written ({error}); the checkpoints are untouched")
 
 
-def lines_before(path: Path, step: int) -> list[str]:
-    """The whole lines of a history up to a step, without it."""
-    if not path.is_file():
-        return []
-    kept = []
-    for line in path.read_text().splitlines():
+def whole_lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a history but for half a one, from a process that was killed."""
+    lines = []
+    for text in path.read_text().splitlines() if path.is_file() else ():
         try:
-            if json.loads(line)["step"] < step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):  # half a line, from a process that was killed
+            line = json.loads(text)
+            if isinstance(line["step"], int):
+                lines.append(line)
+        except (ValueError, KeyError, TypeError):
             continue
-    return kept
+    return lines
 
 
 def create_accelerator(config: Config) -> Accelerator:
@@ -287,7 +308,12 @@ def create_accelerator(config: Config) -> Accelerator:
     Raises:
         ValueError: the device cannot do what is asked for.
     """
-    accelerator = Accelerator(cpu=config.trainer.device == "cpu", mixed_precision=config.trainer.mixed_precision)
+    accelerator = Accelerator(
+        cpu=config.trainer.device == "cpu",
+        mixed_precision=config.trainer.mixed_precision,
+        # one process may fetch or index the data while the others wait
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(hours=2))],
+    )
     if (
         config.trainer.mixed_precision == "fp16" and accelerator.scaler is None
     ):  # accelerate would do without in silence

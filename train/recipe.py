@@ -45,8 +45,15 @@ def choose_trainable(model: nn.Module, trainer: Trainer) -> None:
 
 
 def create_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
-    """No weight decay on biases, norms and what model.no_weight_decay() names."""
-    return create_optimizer_v2(model, opt=config.optimizer.name, **config.optimizer.given())
+    """No weight decay on biases, norms and what model.no_weight_decay() names.
+
+    Raises:
+        ValueError: the optimizer cannot be made here, with what it said.
+    """
+    try:
+        return create_optimizer_v2(model, opt=config.optimizer.name, **config.optimizer.given())
+    except (AssertionError, ImportError, RuntimeError, TypeError) as error:
+        raise ValueError(f"optimizer {config.optimizer.name}: {error or type(error).__name__}") from error
 
 
 def create_schedule(optimizer: torch.optim.Optimizer, config: Config) -> Scheduler:

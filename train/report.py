@@ -179,7 +179,7 @@ def draw_predictions(
     for axes in grid:
         axes.axis("off")
     for axes, image, (prediction, label) in zip(grid, images, titles, strict=False):
-        right = prediction.split(" (")[0] == label
+        right = prediction.rsplit(" (", 1)[0] == label
         axes.imshow(image, cmap="gray", vmin=0, vmax=255)
         axes.set_title(prediction if right else f"{prediction}\nis {label}", fontsize=8, color=INK if right else WRONG)
     return save(figure, path)

@@ -1,5 +1,6 @@
 """The folder of a run: who may write into it, whether what lies there is finished, to be continued, or another run's."""
 
+import contextlib
 import json
 import shutil
 import warnings
@@ -11,7 +12,16 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from train.checkpoint import Checkpoint, last_checkpoint, load_checkpoint, remove_unfinished, replace_text
+from train.checkpoint import (
+    Checkpoint,
+    damage_of,
+    last_checkpoint,
+    load_checkpoint,
+    remove_unfinished,
+    replace_text,
+    set_aside_after,
+    step_folders,
+)
 from train.config import Config, default_output, resolved_yaml
 from train.data.description import DESCRIPTION
 
@@ -41,9 +51,22 @@ FREE = {
 }
 
 
+#: what a run writes beside its checkpoints
+WRITTEN = (
+    CONFIG,
+    METRICS,
+    DESCRIPTION,
+    HISTORY,
+    "predictions.jsonl",
+    "curves.png",
+    "predictions.png",
+    "maps.png",
+)
+
+
 @dataclass(frozen=True)
 class Run:
-    """A folder to train into.
+    """A folder to train into, in which nothing has been written yet.
 
     Attributes:
         checkpoint: where to go on, None to start from nothing.
@@ -55,6 +78,23 @@ class Run:
     checkpoint: Checkpoint | None = None
     finished: bool = False
     notes: tuple[str, ...] = ()
+
+    def begin(self, config: Config, description: str) -> None:
+        """Writes what the run is, once everything has been built: a config that could not be is not left behind."""
+        if self.checkpoint is None:
+            clear_run(self.folder)
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a run that was shorter
+            before = json.loads((self.folder / METRICS).read_text())["steps"]
+            (self.folder / METRICS).replace(self.folder / f"metrics-{before}.json")
+        replace_text(self.folder / CONFIG, resolved_yaml(config))
+        replace_text(self.folder / DESCRIPTION, description)
+
+    def abandon(self) -> None:
+        """Leaves no folder behind if nothing has been written into it."""
+        if is_empty(self.folder):
+            with contextlib.suppress(OSError):
+                (self.folder / LOCK).unlink(missing_ok=True)
+                self.folder.rmdir()
 
 
 class Lock:
@@ -87,13 +127,16 @@ class Lock:
             self.file = None
 
 
-def open_run(name: str, config: Config, lock: Lock) -> Run:
-    """Makes or finds the run's folder, locks it, writes config.yaml.
+def open_run(name: str, config: Config, description: str, lock: Lock) -> Run:
+    """Makes or finds the run's folder and locks it.
 
     It is `output`, or runs/<config>-<encoding>-<seed> with the first suffix that is free or holds this very run, unfinished.
 
+    Args:
+        description: of the data, as in data.json.
+
     Raises:
-        ValueError: the folder holds something else, or a run of another config.
+        ValueError: the folder holds something else, a run of another config or of other data, or only damaged checkpoints.
         OSError: it cannot be written.
     """
     if config.output is not None:
@@ -103,17 +146,20 @@ def open_run(name: str, config: Config, lock: Lock) -> Run:
         make(folder)
         if not lock.take(folder):
             raise ValueError(f"output = {config.output!r}: another process is training there")
-        return enter(folder, config)
+        return enter(folder, config, description)
+    for option in ("overwrite", "allow_changes"):
+        if getattr(config.trainer, option):
+            raise ValueError(f"trainer.{option} = true: which run is meant? Name it: output=FOLDER")
     wanted, suffix = default_output(name, config), 1
     while True:
         folder = Path(wanted if suffix == 1 else f"{wanted}-{suffix}")
         make(folder)
         if lock.take(folder):
             if is_empty(folder):
-                return enter(folder, config)
-            same = (folder / CONFIG).is_file() and not differences(folder, config)
+                return enter(folder, config, description)
+            same = (folder / CONFIG).is_file() and not differences(folder, config, description)
             if same and not is_finished(folder, config):
-                return enter(folder, config)
+                return enter(folder, config, description)
         suffix += 1
 
 
@@ -125,23 +171,18 @@ def make(folder: Path) -> None:
         raise OSError(f"output = {str(folder)!r}: cannot be written ({error})") from error
 
 
-def enter(folder: Path, config: Config) -> Run:
+def enter(folder: Path, config: Config, description: str) -> Run:
     """Start, continue or refuse."""
-    run = Run(folder)
-    if not is_empty(folder):
-        if not (folder / CONFIG).is_file():
-            what = "trainer.overwrite=true replaces runs only, and" if config.trainer.overwrite else "is not empty, and"
-            raise ValueError(f"output = {str(folder)!r}: {what} there is no {CONFIG} in it; name another folder")
-        if config.trainer.overwrite:
-            clear_run(folder)
-        else:
-            run = continued(folder, config)
-    replace_text(folder / CONFIG, resolved_yaml(config))
-    return run
+    if is_empty(folder):
+        return Run(folder)
+    if not (folder / CONFIG).is_file():
+        what = "trainer.overwrite=true replaces runs only, and" if config.trainer.overwrite else "is not empty, and"
+        raise ValueError(f"output = {str(folder)!r}: {what} there is no {CONFIG} in it; name another folder")
+    return Run(folder) if config.trainer.overwrite else continued(folder, config, description)
 
 
-def continued(folder: Path, config: Config) -> Run:
-    changes = differences(folder, config)
+def continued(folder: Path, config: Config, description: str) -> Run:
+    changes = differences(folder, config, description)
     if changes and not config.trainer.allow_changes:
         listed = "".join(f"\n  - {change}" for change in changes)
         raise ValueError(
@@ -150,18 +191,24 @@ def continued(folder: Path, config: Config) -> Run:
         )
     for change in changes:
         warnings.warn(f"{folder}: goes on with another config: {change}", stacklevel=2)
-    remove_unfinished(folder / CHECKPOINTS)
-    if is_finished(folder, config):
+    if not changes and is_finished(folder, config):
         return Run(folder, finished=True)
-    found = last_checkpoint(folder / CHECKPOINTS)
+    checkpoints = folder / CHECKPOINTS
+    remove_unfinished(checkpoints)
+    found = last_checkpoint(checkpoints)
     if found is None:
-        clear_run(folder)
-        return Run(folder, notes=("no checkpoint was left; starts from the beginning",))
+        if left := step_folders(checkpoints):
+            raise ValueError(
+                f"output = {str(folder)!r}: none of its {len(left)} checkpoints can be read (the last: "
+                f"{left[-1].name}: {damage_of(left[-1])}); trainer.overwrite=true starts anew"
+            )
+        return Run(folder, notes=("had no checkpoint yet; starts from the beginning",))
     checkpoint = load_checkpoint(found)
     if checkpoint.step > config.trainer.max_steps:
         raise ValueError(
             f"trainer.max_steps = {config.trainer.max_steps}: the run in {folder} has taken {checkpoint.step} steps already"
         )
+    set_aside_after(checkpoints, checkpoint.step)
     return Run(folder, checkpoint, notes=(f"continues after step {checkpoint.step} of {config.trainer.max_steps}",))
 
 
@@ -177,24 +224,41 @@ def is_finished(folder: Path, config: Config) -> bool:
         return False
 
 
-def differences(folder: Path, config: Config) -> list[str]:
-    """What of a run's config is another now, as `optimizer.lr: 0.002 -> 0.001`.
+def differences(folder: Path, config: Config, description: str) -> list[str]:
+    """What of a run's config, or of its data, is another now: `optimizer.lr: 0.002 -> 0.001`.
 
     Raises:
-        ValueError: the config that lies there cannot be read.
+        ValueError: what lies there cannot be read.
     """
-    try:
-        before = flat(OmegaConf.to_container(OmegaConf.load(folder / CONFIG)))
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
-        raise ValueError(f"{folder / CONFIG}: no readable YAML ({' '.join(str(error).split())})") from error
-    now = flat(OmegaConf.to_container(OmegaConf.create(resolved_yaml(config))))
-    absent = object()
-    keys = [key for key in dict.fromkeys([*before, *now]) if key not in FREE]
+    before = {key: value for key, value in read_config(folder).items() if key not in FREE}
+    now = {key: value for key, value in flat_config(config).items() if key not in FREE}
+    if (folder / DESCRIPTION).is_file():
+        try:
+            before |= flat(json.loads((folder / DESCRIPTION).read_text()), DESCRIPTION)
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{folder / DESCRIPTION}: no readable JSON ({error})") from error
+        now |= flat(json.loads(description), DESCRIPTION)
     return [
         f"{key}: {before.get(key, 'nothing')} -> {now.get(key, 'nothing')}"
-        for key in keys
-        if before.get(key, absent) != now.get(key, absent)
+        for key in dict.fromkeys([*before, *now])
+        if key not in before or key not in now or before[key] != now[key]
     ]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config in a run's folder, flat.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        return flat(OmegaConf.to_container(OmegaConf.load(folder / CONFIG)))
+    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+        raise ValueError(f"{folder / CONFIG}: no readable YAML ({' '.join(str(error).split())})") from error
+
+
+def flat_config(config: Config) -> dict[str, Any]:
+    return flat(OmegaConf.to_container(OmegaConf.create(resolved_yaml(config))))
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -216,6 +280,5 @@ def clear_run(folder: Path) -> None:
     """Removes what a run writes, and nothing else."""
     for entry in (CHECKPOINTS, TENSORBOARD):
         shutil.rmtree(folder / entry, ignore_errors=True)
-    for pattern in ("*.png", "*.jsonl", METRICS, DESCRIPTION, CONFIG):
-        for file in folder.glob(pattern):
-            file.unlink()
+    for file in (*(folder / name for name in WRITTEN), *folder.glob("metrics-*.json")):
+        file.unlink(missing_ok=True)

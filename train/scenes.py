@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
@@ -116,7 +117,8 @@ def accuracy(model: nn.Module, images: Images) -> float:
 def shift_consistency(restored: Restored, images: Images, num_scenes: int = 500) -> dict[str, float]:
     """The share of equal predictions when a scene moves right, down, or both, within a canvas that has room for it.
 
-    The scenes are test scenes of a canvas that is smaller by a patch, in the upper left of the one of training.
+    The scenes are test scenes of a canvas that is smaller by a patch or more, in the upper left of the one of training. Nothing
+    where that canvas would be too small for its digits.
     """
     data, test = restored.config.data, images.test
     assert isinstance(data, DigitScenes)
@@ -124,13 +126,17 @@ def shift_consistency(restored: Restored, images: Images, num_scenes: int = 500)
     embed: Any = restored.model.patch_embed
     patch = max(embed.patch_size)
     height, width = data.canvas
-    small = data.model_copy(update={"canvas": (height - patch, width - patch)})
+    room = patch * -(-max(SHIFTS) // patch)
+    try:
+        small = DigitScenes.model_validate({**data.model_dump(), "canvas": (height - room, width - room)})
+    except ValidationError:
+        return {}
     small_test = small.load(restored.config.seed).test
     background = float(small_test[0][0].min())
     scenes = torch.stack([small_test[index][0] for index in range(min(num_scenes, data.num_test))])
 
     def moved(down: int, right: int) -> torch.Tensor:
-        return F.pad(scenes, (right, patch - right, down, patch - down), value=background)
+        return F.pad(scenes, (right, room - right, down, room - down), value=background)
 
     before = predictions(restored.model, moved(0, 0))
 

@@ -50,9 +50,16 @@ def node_from_parameters(
         if key in base.model_fields or key in leave_out or parameter.kind is parameter.VAR_KEYWORD:
             continue
         annotation = writable(parameter.annotation)
-        if annotation is not None:
+        if annotation is not None and is_writable(parameter.default):
             fields[key] = (annotation, ... if parameter.default is parameter.empty else parameter.default)
     return create_model(f"{base.__name__}[{name}]", __base__=base, **fields)
+
+
+def is_writable(default: Any) -> bool:
+    """Whether YAML can write a default."""
+    if isinstance(default, tuple):
+        return all(map(is_writable, default))
+    return default in (inspect.Parameter.empty, None) or isinstance(default, (bool, int, float, str))
 
 
 def writable(annotation: Any) -> Any:

@@ -50,6 +50,20 @@ def test_seeds_are_one_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         assert image.width > 3 * image.height  # four panels: one for the handover
 
 
+def test_configs_that_differ_are_rows_of_their_own(tmp_path: Path) -> None:
+    paths = [
+        Path(write_run(tmp_path / name, *options))
+        for name, options in {
+            "a": ["seed=0"],
+            "b": ["seed=1", "trainer.num_workers=0"],
+            "c": ["optimizer.lr=0.5"],
+            "d": ["encoding=none", "optimizer.lr=0.5"],
+        }.items()
+    ]
+    a, b, c, d = paths
+    assert group_runs(paths) == {"table optimizer.lr=0.002": [a, b], "table optimizer.lr=0.5": [c], "none": [d]}
+
+
 def test_labels() -> None:
     assert label(load_config("classify/digits", ["encoding=[table, rope_axial]"])) == "table + rope_axial"
     assert label(load_config("classify/digits", [*HANDOVER])) == "learned to table"

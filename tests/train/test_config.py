@@ -140,6 +140,9 @@ WRONG = {
     "smoothing": (["loss={smoothing: 1.0}"], ["loss.smoothing = 1.0: should be less than 1"]),
     "unknown loss": (["loss.name=crossentropy"], ["loss.name = 'crossentropy'", "did you mean cross_entropy?"]),
     "layer decay": (["optimizer.layer_decay=1.5"], ["optimizer.layer_decay = 1.5: should be less than or equal to 1"]),
+    "a floor above the rate": (["optimizer.lr=1e-6"], ["schedule.min_lr = 1e-05: must be at most optimizer.lr = 1e-06"]),
+    "a warm-up from above": (["schedule.warmup_lr=0.1"], ["schedule.warmup_lr = 0.1: must be at most optimizer.lr = 0.002"]),
+    "second order": (["optimizer.name=adahessian"], ["optimizer.name = 'adahessian': unknown optimizer"]),
     "missing": (["data={name: image_folder}"], ["data.path: missing"]),
     "all at once": (
         ["optimizer.lrr=1", "encoding=tabl", "trainer.batch_size=0", "seed=-1"],

@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 
 from train.checkpoint import Checkpoint, last_checkpoint, load_checkpoint
 from train.config import Config, load_config
-from train.loop import NonFiniteLoss, Result, Stopped, create_accelerator, fit
+from train.learner import Learner
+from train.loop import NonFiniteLoss, Result, Stopped, create_accelerator, create_draws, fit
 from train.recipe import create_optimizer
 from train.report import read_history
 from train.tasks import Records
@@ -84,7 +85,9 @@ def proceed(folder: Path, task: Regression, *overrides: str) -> Result:
     """Trains from the last checkpoint in the folder, if there is one."""
     folder.mkdir(exist_ok=True)
     chosen, last = config(*overrides), last_checkpoint(folder / "checkpoints")
-    return fit(chosen, task, folder, create_accelerator(chosen), load_checkpoint(last) if last else None)
+    checkpoint, accelerator = load_checkpoint(last) if last else None, create_accelerator(chosen)
+    draws = create_draws(chosen, task, accelerator, checkpoint)
+    return fit(Learner(chosen, task, accelerator, checkpoint), draws, folder)
 
 
 def saved(folder: Path) -> Checkpoint:
@@ -106,6 +109,7 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path) -> None:
     assert (checkpoint.step, checkpoint.state["examples_seen"]) == (30, 240)
     assert torch.equal(checkpoint.weights["model"]["weight"], task.model.weight)  # type: ignore[arg-type]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_24", "step_30"]
+    assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[1])["step"] == 10
     assert next((tmp_path / "tensorboard").iterdir()).stat().st_size > 100
 
 
@@ -221,6 +225,53 @@ def test_a_signal_saves_and_ends_and_the_run_goes_on(number: int, num_workers: i
 def history_without_time(folder: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+
+
+def test_a_run_is_saved_before_it_is_evaluated(tmp_path: Path) -> None:
+    class Breaks(Regression):
+        def evaluate(self, model: nn.Module, accelerator: Accelerator) -> tuple[dict[str, Any], Records]:
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        run(tmp_path, "trainer.eval_every=12", "trainer.save_every=100", task=Breaks())
+    assert saved(tmp_path).step == 12
+    assert run(tmp_path, "trainer.eval_every=12").losses == run(tmp_path / "straight").losses[12:]
+    assert read_history(tmp_path / "history.jsonl")["test_error"][0] == [12, 24, 30]
+
+
+def test_a_lengthened_run_keeps_the_last_evaluation(tmp_path: Path) -> None:
+    run(tmp_path, "trainer.max_steps=14", "trainer.eval_every=10")
+    run(tmp_path, "trainer.max_steps=20", "trainer.eval_every=10")
+    assert read_history(tmp_path / "history.jsonl")["test_error"][0] == [10, 14, 20]
+
+
+def test_the_options_of_the_optimizer_are_those_of_the_config(tmp_path: Path) -> None:
+    run(tmp_path, "trainer.max_steps=6")
+    chosen = config("optimizer={name: adamw, lr: 0.3, betas: [0.5, 0.6]}", "optimizer.weight_decay=0.5")
+    accelerator, checkpoint = create_accelerator(chosen), saved(tmp_path)
+    learner = Learner(chosen, Regression(), accelerator, checkpoint)
+    assert {group["weight_decay"] for group in learner.optimizer.param_groups} == {0.0, 0.5}
+    assert all(tuple(group["betas"]) == (0.5, 0.6) for group in learner.optimizer.param_groups)
+    assert all(state["step"] == 6 for state in learner.optimizer.state.values())
+    with pytest.raises(ValueError, match=r"the optimizer's state in the checkpoint of step 6 is of another optimizer"):
+        Learner(config("optimizer={name: sgd, lr: 0.3, momentum: 0.9}"), Regression(), accelerator, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["madgrad", "lion", "adan", "sgd"])
+def test_going_on_is_exact_with_other_optimizers(name: str, tmp_path: Path) -> None:
+    optimizer = f"optimizer={{name: {name}, lr: 0.01}}"
+    straight = run(tmp_path / "straight", optimizer)
+    with pytest.raises(Stopped):
+        run(tmp_path / "parts", optimizer, task=Interrupted(12, signal.SIGTERM))
+    rest = run(tmp_path / "parts", optimizer)
+    assert rest.losses == straight.losses[13:]
+    assert torch.equal(rest.model.weight, straight.model.weight)  # type: ignore[arg-type]
+
+
+def test_m6_a_history_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    (tmp_path / "history.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"history.jsonl or tensorboard/ could not be written .*No space left"):
+        run(tmp_path)
 
 
 def test_m1_the_learning_rate_goes_on_by_step(tmp_path: Path) -> None:

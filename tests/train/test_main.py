@@ -92,6 +92,7 @@ def test_a_finished_run_can_be_lengthened(command: list[str], capsys: pytest.Cap
     shorter = [*command, "output=run", "trainer.allow_changes=true"]
     with pytest.warns(UserWarning, match=r"trainer.max_steps: 3 -> 2"):
         assert main(shorter) == 1
+    assert load_config("run/config.yaml").trainer.max_steps == 3
     assert "trainer.max_steps = 2: the run in run has taken 3 steps already" in capsys.readouterr().err
 
 

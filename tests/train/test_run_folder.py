@@ -28,10 +28,17 @@ def config(*overrides: str) -> Config:
     return load_config("classify/digits", ["seed=4", *overrides])
 
 
-def enter(*overrides: str) -> Run:
+DATA = json.dumps({"classes": ["a", "b"], "height": 3})
+
+
+def enter(*overrides: str, data: str = DATA) -> Run:
+    """As a command does: opens, and begins if there is something to do."""
     lock = Lock()
     try:
-        return open_run("classify/digits", config(*overrides), lock)
+        run = open_run("classify/digits", config(*overrides), data, lock)
+        if not run.finished:
+            run.begin(config(*overrides), data)
+        return run
     finally:
         lock.release()
 
@@ -52,6 +59,7 @@ def test_the_default_output_is_the_first_free_name() -> None:
         run = enter(sum_of_two)
         assert run == Run(Path(f"{base}{suffix}"))
         finish(run.folder)
+        save(run.folder, 1800)
     (Path(f"{base}-2") / "metrics.json").unlink()  # not finished: this command goes on there
     assert enter(sum_of_two).folder == Path(f"{base}-2")
     assert enter(sum_of_two, "optimizer.lr=0.5").folder == Path(f"{base}-4")
@@ -59,14 +67,14 @@ def test_the_default_output_is_the_first_free_name() -> None:
 
 def test_one_process_at_a_time() -> None:
     first, second = Lock(), Lock()
-    run = open_run("classify/digits", config(), first)
+    run = open_run("classify/digits", config(), DATA, first)
     script = f"""
         from train.run_folder import Lock, open_run
         from train.config import load_config
         overrides = ["seed=4"]
-        print(open_run("classify/digits", load_config("classify/digits", overrides), Lock()).folder)
+        print(open_run("classify/digits", load_config("classify/digits", overrides), "{{}}", Lock()).folder)
         try:
-            open_run("classify/digits", load_config("classify/digits", [*overrides, "output={run.folder}"]), Lock())
+            open_run("classify/digits", load_config("classify/digits", [*overrides, "output={run.folder}"]), "{{}}", Lock())
         except ValueError as error:
             print(error)
     """
@@ -97,13 +105,76 @@ def test_the_same_config_goes_on_at_the_last_checkpoint() -> None:
         run = enter("output=run")
     assert run.checkpoint is not None
     assert run.checkpoint.step == 3
+    assert sorted(path.name for path in Path("run/checkpoints").iterdir()) == ["damaged_step_6", "step_3"]
+
+
+def test_a_run_of_which_no_checkpoint_can_be_read_is_not_thrown_away() -> None:
+    enter("output=run")
+    for step in (3, 6):
+        (save(Path("run"), step) / "manifest.json").write_text("")
+    (Path("run") / "history.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    message = r"none of its 2 checkpoints can be read \(the last: step_6: .*\); trainer.overwrite=true starts anew"
+    with pytest.warns(UserWarning, match="looking for an earlier"), pytest.raises(ValueError, match=message):
+        enter("output=run")
+    assert len(list(Path("run/checkpoints").iterdir())) == 2
+    assert (Path("run") / "history.jsonl").exists()
+
+
+@pytest.mark.filterwarnings("ignore:run. goes on with another config")
+def test_what_could_not_be_built_leaves_the_run_as_it_was() -> None:
+    """Opening writes nothing: between it and `begin` the model is built and takes the checkpoint, or does not."""
+    enter("output=run")
+    save(Path("run"), 3)
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    lock = Lock()
+    changed = config("output=run", "encoding=rope_axial", "trainer.allow_changes=true")
+    run = open_run("classify/digits", changed, DATA, lock)
+    run.abandon()
+    lock.release()
+    assert before == {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    run = open_run("classify/digits", config("output=fresh"), DATA, lock)
+    run.abandon()
+    lock.release()
+    assert not Path("fresh").exists()
+
+
+def test_k5_other_data_are_refused_with_the_difference() -> None:
+    enter("output=run")
+    save(Path("run"), 3)
+    other = json.dumps({"classes": ["b", "z"], "height": 3})
+    with pytest.raises(ValueError, match="holds a run of another config") as caught:
+        enter("output=run", data=other)
+    assert "  - data.json.classes.0: a -> b\n  - data.json.classes.1: b -> z\n" in str(caught.value)
+    assert Path("run/data.json").read_text() == DATA
+
+
+def test_which_run_is_to_be_changed_must_be_said() -> None:
+    for option in ("overwrite", "allow_changes"):
+        with pytest.raises(ValueError, match=rf"trainer.{option} = true: which run is meant\? Name it: output=FOLDER"):
+            enter(f"trainer.{option}=true")
+
+
+def test_a_lengthened_run_is_not_finished_any_more() -> None:
+    enter("output=run")
+    save(Path("run"), 1800)
+    finish(Path("run"))
+    with pytest.warns(UserWarning, match="trainer.max_steps: 1800 -> 2000"):
+        enter("output=run", "trainer.max_steps=2000", "trainer.allow_changes=true")
+    assert not Path("run/metrics.json").exists()
+    assert json.loads(Path("run/metrics-1800.json").read_text())["steps"] == 1800
+    save(Path("run"), 1900)
+    with (
+        pytest.warns(UserWarning, match="2000 -> 1800"),
+        pytest.raises(ValueError, match="has taken 1900 steps already"),
+    ):
+        enter("output=run", "trainer.allow_changes=true")
 
 
 def test_a_run_without_a_whole_checkpoint_starts_again() -> None:
     enter("output=run")
     (Path("run") / "history.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     run = enter("output=run")
-    assert run == Run(Path("run"), notes=("no checkpoint was left; starts from the beginning",))
+    assert run == Run(Path("run"), notes=("had no checkpoint yet; starts from the beginning",))
     assert not (Path("run") / "history.jsonl").exists()
 
 
@@ -148,16 +219,16 @@ def test_m2_another_config_is_refused_with_the_difference() -> None:
     with pytest.warns(UserWarning, match=r"run: goes on with another config: trainer.max_steps: 1800 -> 2000"):
         run = enter("output=run", "trainer.max_steps=2000", "trainer.allow_changes=true")
     assert run.checkpoint is not None
-    assert not differences(Path("run"), config("trainer.max_steps=2000"))
+    assert not differences(Path("run"), config("trainer.max_steps=2000"), DATA)
 
 
 def test_how_a_run_is_computed_and_written_may_change() -> None:
     enter("output=run")
     for change in ("num_workers=0", "log_every=3", "accumulate=2", "device=auto", "parallel=fsdp2", "num_threads=2"):
         assert f"trainer.{change.split('=')[0]}" in FREE
-        assert not differences(Path("run"), config(f"trainer.{change}"))
-    assert differences(Path("run"), config("trainer.batch_size=64")) == ["trainer.batch_size: 32 -> 64"]
-    assert differences(Path("run"), config("encoding={name: table, strength: 0.5}")) == [
+        assert not differences(Path("run"), config(f"trainer.{change}"), DATA)
+    assert differences(Path("run"), config("trainer.batch_size=64"), DATA) == ["trainer.batch_size: 32 -> 64"]
+    assert differences(Path("run"), config("encoding={name: table, strength: 0.5}"), DATA) == [
         "encoding.strength: nothing -> 0.5"
     ]
 
@@ -170,12 +241,12 @@ def test_a_run_is_not_overwritten_unless_told() -> None:
     with pytest.raises(ValueError, match=r"replaces runs only, and there is no config.yaml in it"):
         enter("output=run", "trainer.overwrite=true")
     assert Path("run/metrics.json").read_text() == "{}"
-    for name in ("config.yaml", "maps.png", "history.jsonl", "data.json", "notes.txt"):
+    for name in ("config.yaml", "maps.png", "history.jsonl", "data.json", "metrics-7.json", "notes.txt", "mine.png"):
         (Path("run") / name).write_text("x")
     save(Path("run"), 1)
     assert enter("output=run", "trainer.overwrite=true") == Run(Path("run"))
     left = sorted(path.name for path in Path("run").iterdir())
-    assert left == [".lock", "config.yaml", "notes.txt"]  # what a run does not write stays
+    assert left == [".lock", "config.yaml", "data.json", "mine.png", "notes.txt"]  # what a run does not write stays
 
     Path("file").write_text("")
     with pytest.raises(ValueError, match="is a file; a folder is wanted"):

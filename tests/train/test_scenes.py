@@ -46,6 +46,11 @@ def test_a_model_that_looks_at_one_place_is_not(digits_csv: str) -> None:
     assert numbers["same when moved by 14 px"] < 0.9
 
 
+def test_a_canvas_without_room_is_left_out(digits_csv: str) -> None:
+    config = load_config("classify/digit_scenes", [f"data.path={digits_csv}", *SMALL, "data.canvas=[42, 42]"])
+    assert shift_consistency(SimpleNamespace(model=ByInk(42), config=config), config.data.load(0)) == {}  # type: ignore[arg-type]
+
+
 def test_accuracy_is_the_share_of_right_answers(digits_csv: str) -> None:
     _, images = restored(ByInk(84), digits_csv)
 

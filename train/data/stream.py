@@ -100,7 +100,8 @@ class Drawn(Dataset[tuple[Any, list[DamagedExample]]]):
     """A data set read by (epoch, index), with random numbers of its own for each: augmentation repeats exactly, and
     differs between epochs, examples and seeds. The random states outside are left as they were.
 
-    In place of an example that cannot be read comes the next one that can; what was passed over is handed on beside it.
+    In place of an example that cannot be read comes the next one that can, or None if too many cannot; what was passed over is
+    handed on beside it.
     """
 
     def __init__(self, dataset: Dataset[Any], seed: int, max_damaged: int = 0):
@@ -119,7 +120,7 @@ class Drawn(Dataset[tuple[Any, list[DamagedExample]]]):
                 except DamagedExample as error:
                     damaged.append(error)
                     if len(damaged) > self.max_damaged or len(damaged) == num_examples:
-                        raise too_many(damaged, self.max_damaged) from error
+                        return None, damaged
                     index = (index + 1) % num_examples
         finally:
             torch.set_rng_state(outside[0])
@@ -142,7 +143,8 @@ class TrainingBatches:
     """An iterator whose one pass is the whole training run. Close it: its workers end with it.
 
     Raises (while iterating):
-        TooManyDamaged: more than `max_damaged` different examples could not be read. Up to there each is named in a warning.
+        TooManyDamaged: more than `max_damaged` different examples could not be read by this process, since it was started. Up to
+            there each is named in a warning.
     """
 
     def __init__(self, dataset: Dataset[Any], draws: Draws, num_workers: int, pin_memory: bool, max_damaged: int = 0):
@@ -170,7 +172,7 @@ class TrainingBatches:
             if error.name not in self.damaged:
                 self.damaged[error.name] = error
                 warnings.warn(f"{error}; passed over, {len(self.damaged)} of {self.max_damaged} allowed", stacklevel=2)
-        if len(self.damaged) > self.max_damaged:
+        if batch is None or len(self.damaged) > self.max_damaged:
             raise too_many(list(self.damaged.values()), self.max_damaged)
         return batch
 
@@ -199,9 +201,10 @@ def too_many(damaged: list[DamagedExample], allowed: int) -> TooManyDamaged:
 
 
 def collate_drawn(examples: list[tuple[Any, list[DamagedExample]]]) -> tuple[Any, list[DamagedExample]]:
-    return default_collate([example for example, _ in examples]), [
-        error for _, damaged in examples for error in damaged
-    ]
+    damaged = [error for _, errors in examples for error in errors]
+    if any(example is None for example, _ in examples):
+        return None, damaged
+    return default_collate([example for example, _ in examples]), damaged
 
 
 def leave_signals_to_the_trainer(_: int) -> None:
@@ -267,7 +270,23 @@ def evaluation_batches(
                 if len(damaged) > max_damaged:
                     raise too_many(damaged, max_damaged) from error
                 warnings.warn(f"{error}; left out of the test, {len(damaged)} of {max_damaged} allowed", stacklevel=2)
-            filler = batch if batch is not None else filler
-            if filler is None:
-                raise too_many(damaged, max_damaged)
+            if batch is None and num_processes == 1:
+                continue
+            filler = batch if batch is not None else filler or first_readable(dataset)
             yield (indices if wanted and batch is not None else []), filler
+
+
+def first_readable(dataset: Dataset[Any]) -> Any:
+    """A batch of one.
+
+    Raises:
+        DamagedExample: there is none.
+    """
+    num_examples = len(dataset)  # type: ignore[arg-type]
+    for index in range(num_examples):
+        try:
+            return default_collate([dataset[index]])
+        except DamagedExample:
+            if index == num_examples - 1:
+                raise
+    raise IndexError("the data are empty")

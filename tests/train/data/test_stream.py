@@ -76,8 +76,7 @@ def test_drawing_leaves_the_random_state_alone() -> None:
     seed_everything(5)
     Drawn(Noise(), seed=0)[(0, 3)]
     assert numbers() == expected
-    with pytest.raises(TooManyDamaged):
-        Drawn(Noise(damaged=(3,)), seed=0)[(0, 3)]
+    assert Drawn(Noise(damaged=(3,)), seed=0)[(0, 3)][0] is None
     seed_everything(5)
     assert numbers() == expected
 
@@ -166,6 +165,18 @@ def test_testing_reads_each_example_once(num_processes: int) -> None:
     assert sorted(seen) == list(range(10))
     counts = {len(list(evaluation_batches(Noise(), 4, 0, process, num_processes))) for process in range(num_processes)}
     assert len(counts) == 1  # as many forward passes on each process
+
+
+@pytest.mark.filterwarnings("ignore:.*left out of the test")
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_whole_batch_may_be_damaged(num_processes: int) -> None:
+    seen, counts = [], []
+    for process in range(num_processes):
+        batches = list(evaluation_batches(Noise(damaged=(0, 1)), 1, 0, process, num_processes, max_damaged=2))
+        counts.append(len(batches))
+        seen += [index for indices, batch in batches for index in indices if len(batch) == 1]
+    assert sorted(seen) == list(range(2, 10))
+    assert len(set(counts)) == 1
 
 
 def test_damaged_test_examples_are_left_out_and_named() -> None:
