@@ -1,6 +1,6 @@
-"""Runs a training command on several processes of this machine, as torchrun does, but as forks that need no time to start.
+"""Runs training commands on several processes of this machine, as torchrun does, but as forks that need no time to start.
 
-    python tests/train/launch.py NUM_PROCESSES CONFIG key=value ...
+    python tests/train/launch.py NUM_PROCESSES CONFIG key=value ... [-- NUM_PROCESSES CONFIG key=value ...]
 
 Ends with the first exit code that is not 0, after ending the other processes.
 """
@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from train.__main__ import main as command
+from train.__main__ import main as train
 
 
 def free_port() -> int:
@@ -31,7 +31,7 @@ def start(rank: int, num_processes: int, port: int, arguments: list[str]) -> int
     os.environ |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = 1
     try:
-        code = command(arguments)
+        code = train(arguments)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -40,8 +40,8 @@ def start(rank: int, num_processes: int, port: int, arguments: list[str]) -> int
         os._exit(code)
 
 
-def main() -> int:
-    num_processes, arguments, port = int(sys.argv[1]), sys.argv[2:], free_port()
+def launch(num_processes: int, arguments: list[str]) -> int:
+    port = free_port()
     running = {start(rank, num_processes, port, arguments) for rank in range(num_processes)}
     result = 0
     while running:
@@ -53,6 +53,16 @@ def main() -> int:
             for other in running:
                 os.kill(other, signal.SIGKILL)
     return result
+
+
+def main() -> int:
+    rest = sys.argv[1:]
+    while rest:
+        end = rest.index("--") if "--" in rest else len(rest)
+        command, rest = rest[:end], rest[end + 1 :]
+        if code := launch(int(command[0]), command[1:]):
+            return code
+    return 0
 
 
 if __name__ == "__main__":

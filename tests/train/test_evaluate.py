@@ -245,7 +245,7 @@ def test_other_refusals(trained: Path, image_folders: Path, capsys: pytest.Captu
     assert "no such folder" in refusal(capsys, "absent")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_measure_what_one_does(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     wanted = measured(capsys, trained)
     launch = [

@@ -79,6 +79,7 @@ def test_the_same_command_again_says_that_the_run_is_finished(
     assert files == {path: path.stat().st_mtime_ns for path in files}
 
 
+@pytest.mark.long
 def test_a_finished_run_can_be_lengthened(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "output=run"]) == 0
     longer = [*(o for o in command if "max_steps" not in o), "trainer.max_steps=3", "output=run"]

@@ -16,7 +16,9 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", ["float32", *(pytest.param(way, marks=pytest.mark.long) for way in WAYS if way != "float32")]
+)
 def test_straight_equals_taken_up(
     way: str, digits_csv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

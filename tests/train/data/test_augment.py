@@ -172,6 +172,7 @@ def test_random_erasing_writes_noise() -> None:
     assert len(options(random_erasing=0.0).train_transform()(flat).unique()) <= 3
 
 
+@pytest.mark.long
 def test_the_version_check_of_albumentations_is_off() -> None:
     code = (
         "import socket\n"
