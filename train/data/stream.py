@@ -1,12 +1,16 @@
 """Which example is drawn at which step: a function of the seed alone, whatever the number of workers and processes."""
 
+import ctypes
 import math
 import multiprocessing
+import os
 import random
 import signal
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,6 +18,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 Draw = tuple[int, int]  # (epoch, index)
+
+PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent has died
 
 
 class DamagedExample(ValueError):
@@ -154,7 +160,7 @@ class TrainingBatches:
             num_workers=num_workers,
             pin_memory=pin_memory,
             collate_fn=collate_drawn,
-            worker_init_fn=leave_signals_to_the_trainer,
+            worker_init_fn=partial(live_with_the_trainer, os.getpid()),
         )
         self.max_damaged, self.damaged = max_damaged, dict[str, DamagedExample]()
         self.reading = reading(self.loader)
@@ -207,10 +213,15 @@ def collate_drawn(examples: list[tuple[Any, list[DamagedExample]]]) -> tuple[Any
     return default_collate([example for example, _ in examples]), damaged
 
 
-def leave_signals_to_the_trainer(_: int) -> None:
-    """A whole process group is asked to end: the trainer still wants its batch, saves, and then ends its workers itself."""
+def live_with_the_trainer(trainer: int, _: int) -> None:
+    """What a data worker does first. It ends with the trainer, and not before it: where a whole process group is asked to end, the
+    trainer still wants its batch, saves, and then ends its workers itself."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != trainer:  # torch looks for the trainer too, but takes whoever is the parent after this for it
+        os._exit(1)
 
 
 class Readable(Dataset[tuple[int, Any]]):
@@ -259,7 +270,7 @@ def evaluation_batches(
         batch_sampler=[batch or [0] for batch in batches],
         num_workers=num_workers,
         collate_fn=collate_readable,
-        worker_init_fn=leave_signals_to_the_trainer,
+        worker_init_fn=partial(live_with_the_trainer, os.getpid()),
     )
     damaged: list[DamagedExample] = []
     filler: Any = None

@@ -2,6 +2,11 @@
 
 import pickle
 import random
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -185,3 +190,34 @@ def test_damaged_test_examples_are_left_out_and_named() -> None:
     assert [indices for indices, _ in batches] == [[1, 2, 3], [4, 6, 7], [8, 9]]
     with pytest.raises(TooManyDamaged, match=r"1 damaged examples, data.max_damaged = 0 are allowed: 5.jpg"):
         list(evaluation_batches(Noise(damaged=(5,)), 4, 0))
+
+
+@pytest.mark.parametrize("at", ["the start of a worker", pytest.param("work", marks=pytest.mark.long)])
+def test_workers_end_with_a_trainer_that_is_killed(at: str, tmp_path: Path) -> None:
+    """Also where it dies before torch's own watch over it begins: such a worker would wait for ever."""
+    script = f"""
+        import os, signal, sys, time
+        from functools import partial
+        from pathlib import Path
+        import train.data.stream as stream
+        from tests.train.data.test_stream import Noise
+
+        begin = stream.live_with_the_trainer
+
+        def late(trainer, number):
+            Path(sys.argv[1], str(os.getpid())).touch()
+            if {at == "the start of a worker"}:
+                while os.getppid() == trainer:
+                    time.sleep(0.01)
+            begin(trainer, number)
+
+        stream.live_with_the_trainer = late
+        with stream.TrainingBatches(Noise(), stream.Draws(10, 4, 99, 0), num_workers=2, pin_memory=False):
+            while len(os.listdir(sys.argv[1])) < 2:
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL, done.stderr  # and the pipes are closed: no worker holds them any more
+    assert len(list(tmp_path.iterdir())) == 2
