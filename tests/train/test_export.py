@@ -148,6 +148,7 @@ def test_onnx_computes_the_same_for_any_batch(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.long
 def test_onnx_that_computes_something_else_is_not_left(
     runs: dict[str, tuple[Path, Any]],
     tmp_path: Path,
