@@ -23,7 +23,7 @@ test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --jaxtyping-packages=relpos2d,beartype.beartype \
 		tests/test_positions.py tests/test_encoding.py tests/encodings tests/attention
 
-# runs killed twenty times, and on several processes and machines: about five minutes
+# runs killed twenty times, and on several processes and machines: about ten minutes
 test-long: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
