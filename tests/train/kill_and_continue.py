@@ -12,14 +12,13 @@ import signal
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from train import __main__ as command
+from tests.train.launch import fork_training
 from train import checkpoint
 
 
@@ -62,21 +61,8 @@ def killed_at_any_time(rng: random.Random) -> None:
     threading.Thread(target=strike, daemon=True).start()
 
 
-def attempt(arguments: list[str], kill: Callable[[], None] | None) -> int:
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            if kill is not None:
-                kill()
-            code = command.main(arguments)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+def attempt(arguments: list[str], kill: Callable[[], None] = lambda: None) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(fork_training(arguments, kill), 0)[1])
 
 
 def main() -> int:
@@ -92,7 +78,7 @@ def main() -> int:
             return 1
         kills += 1
     print(f"kills {kills}", flush=True)
-    return attempt(arguments, None)
+    return attempt(arguments)
 
 
 if __name__ == "__main__":

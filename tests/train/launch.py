@@ -10,6 +10,8 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
@@ -23,14 +25,14 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def start(rank: int, num_processes: int, port: int, arguments: list[str]) -> int:
+def fork_training(arguments: list[str], first: Callable[[], None] = lambda: None) -> int:
+    """The process that does something first and then trains; its exit code is that of the command."""
     child = os.fork()
     if child:
         return child
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     code = 1
     try:
+        first()
         code = train(arguments)
     except BaseException:
         traceback.print_exc()
@@ -40,9 +42,14 @@ def start(rank: int, num_processes: int, port: int, arguments: list[str]) -> int
         os._exit(code)
 
 
+def take_rank(rank: int, num_processes: int, port: int) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_processes)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+
 def launch(num_processes: int, arguments: list[str]) -> int:
     port = free_port()
-    running = {start(rank, num_processes, port, arguments) for rank in range(num_processes)}
+    running = {fork_training(arguments, partial(take_rank, rank, num_processes, port)) for rank in range(num_processes)}
     result = 0
     while running:
         child, status = os.wait()
