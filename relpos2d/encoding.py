@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from relpos2d.interpolation import corners
-from relpos2d.positions import Grid, Positions
+from relpos2d.positions import Grid, OffsetLattice, Positions
 
 Role = Literal["query", "key"]
 LAYOUTS = ("interleaved", "half")
@@ -139,6 +139,15 @@ class Encoding(nn.Module):
         """What is added to the scaled scores: (heads, Nq, Nk), (B, heads, Nq, Nk) for Points; None for no numbers."""
         return None
 
+    def numbers(self, q_pos: Positions, k_pos: Positions) -> LatticeNumbers | None:
+        """What `bias` is made of, once per distinct offset; None if it is not, as between Points, and without numbers."""
+        return None
+
+    @property
+    def adds_numbers(self) -> bool:
+        """Whether `bias` gives anything."""
+        return type(self).bias is not Encoding.bias
+
     def score(
         self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float
     ) -> Float[Tensor, "batch heads queries keys"] | None:
@@ -164,17 +173,44 @@ class Encoding(nn.Module):
     def prepare(self, q_pos: Positions, k_pos: Positions | None = None) -> Prepared:
         """Compute the bias once for these positions, to be given to several attend() calls in place of the encoding."""
         k_pos = q_pos if k_pos is None else k_pos
-        return Prepared(self, q_pos, k_pos, self.bias(q_pos, k_pos))
+        numbers = self.numbers(q_pos, k_pos)
+        return Prepared(self, q_pos, k_pos, self.bias(q_pos, k_pos) if numbers is None else numbers)
+
+
+@dataclass(frozen=True, eq=False)
+class LatticeNumbers:
+    """What is added to the scores between two grids, once per distinct offset.
+
+    Args:
+        lattice: the distinct offsets.
+        values: (heads, *lattice.shape), in rising order of the offsets along each axis.
+        prefix: (3, heads): from prefix query to place key, from place query to prefix key, between prefix tokens; None: zeros.
+    """
+
+    lattice: OffsetLattice
+    values: Float[Tensor, "heads *shape"]
+    prefix: Float[Tensor, "3 heads"] | None
+
+    def bias(self) -> Float[Tensor, "heads queries keys"]:
+        """The numbers of all pairs of tokens, prefix tokens included."""
+        queries, keys = self.lattice.queries, self.lattice.keys
+        numbers = self.lattice.spread(self.values)
+        return _with_prefix(numbers, self.prefix, queries.num_prefix_tokens, keys.num_prefix_tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """An encoding with the bias for given positions already computed."""
+    """An encoding with its numbers for given positions already computed."""
 
     encoding: Encoding
     q_pos: Positions
     k_pos: Positions
-    bias: Tensor | None
+    numbers: LatticeNumbers | Tensor | None
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(heads, Nq, Nk), (B, heads, Nq, Nk) for Points; None for no numbers."""
+        return self.numbers.bias() if isinstance(self.numbers, LatticeNumbers) else self.numbers
 
 
 @dataclass(frozen=True, eq=False)
@@ -296,23 +332,34 @@ class NumberEncoding(Encoding):
         )
 
     def bias(self, q_pos: Positions, k_pos: Positions) -> Float[Tensor, "... queries keys"]:
-        strength = self.strength.to(torch.promote_types(self.strength.dtype, torch.float32))
-        numbers = self._numbers(q_pos, k_pos) * strength
-        prefix = None if self.prefix_bias is None else self.prefix_bias * strength
-        return _with_prefix(numbers, prefix, q_pos.num_prefix_tokens, k_pos.num_prefix_tokens)
+        numbers = self.numbers(q_pos, k_pos)
+        if numbers is not None:
+            return numbers.bias()
+        offsets = q_pos.offsets(k_pos, device=self.strength.device, dtype=self._dtype)
+        values = self.at(offsets).movedim(-1, -3) * self.strength.to(self._dtype)
+        return _with_prefix(values, self._prefix(), q_pos.num_prefix_tokens, k_pos.num_prefix_tokens)
 
-    def _numbers(self, q_pos: Positions, k_pos: Positions) -> Float[Tensor, "... queries keys"]:
-        """The numbers of all pairs of places, evaluated once per distinct offset where there is a lattice."""
-        options: dict[str, Any] = {
-            "device": self.strength.device,
-            "dtype": torch.promote_types(self.strength.dtype, torch.float32),
-        }
-        if isinstance(q_pos, Grid) and isinstance(k_pos, Grid):
-            lattice = q_pos.lattice(k_pos)
-            # grids whose steps have hardly a common measure have more lattice points than pairs
-            if lattice.num_offsets <= q_pos.num_places * k_pos.num_places:
-                return lattice.spread(self.at(lattice.offsets(**options)).movedim(-1, 0))
-        return self.at(q_pos.offsets(k_pos, **options)).movedim(-1, -3)
+    def numbers(self, q_pos: Positions, k_pos: Positions) -> LatticeNumbers | None:
+        # whoever overrides `bias` has said all
+        if type(self).bias is not NumberEncoding.bias or not isinstance(q_pos, Grid) or not isinstance(k_pos, Grid):
+            return None
+        lattice = q_pos.lattice(k_pos)
+        # grids whose steps have hardly a common measure have more lattice points than pairs
+        if lattice.num_offsets > q_pos.num_places * k_pos.num_places:
+            return None
+        values = self._on_lattice(lattice) * self.strength.to(self._dtype)
+        return LatticeNumbers(lattice, values, self._prefix())
+
+    def _on_lattice(self, lattice: OffsetLattice) -> Float[Tensor, "heads *shape"]:
+        """The number of each distinct offset."""
+        return self.at(lattice.offsets(device=self.strength.device, dtype=self._dtype)).movedim(-1, 0)
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.promote_types(self.strength.dtype, torch.float32)
+
+    def _prefix(self) -> Tensor | None:
+        return None if self.prefix_bias is None else self.prefix_bias * self.strength.to(self._dtype)
 
 
 class RotaryEncoding(Encoding):
@@ -483,6 +530,10 @@ class Combined(Encoding):
                 total = content if total is None else total + content
         return total
 
+    @property
+    def adds_numbers(self) -> bool:
+        return any(part.adds_numbers for part in self)
+
     def bias(self, q_pos: Positions, k_pos: Positions) -> Tensor | None:
         total = _sum(part.bias(q_pos, k_pos) for part in self)
         if total is None:
@@ -494,6 +545,17 @@ class Combined(Encoding):
             k_pos.num_prefix_tokens,
         )
         return (total + blank) * self.strength.to(total.dtype)
+
+    def numbers(self, q_pos: Positions, k_pos: Positions) -> LatticeNumbers | None:
+        parts = [part.numbers(q_pos, k_pos) for part in self if part.adds_numbers]
+        known = [part for part in parts if part is not None]
+        if not known or len(known) < len(parts) or type(self).bias is not Combined.bias:
+            return None
+        values = _sum(part.values for part in known)
+        assert values is not None
+        strength = self.strength.to(values.dtype)
+        prefix = None if self.prefix_bias is None else self.prefix_bias * strength
+        return LatticeNumbers(known[0].lattice, values * strength, prefix)
 
     def score(self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float) -> Tensor | None:
         total = _sum(part.score(q, k, q_pos, k_pos, scale) for part in self)

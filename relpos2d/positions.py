@@ -233,10 +233,37 @@ class OffsetLattice:
     def spread(self, values: Shaped[Tensor, "..."]) -> Shaped[Tensor, "... queries keys"]:
         """From one value per distinct offset (..., *shape) to one per pair (..., num queries, num keys), both row-major."""
         lead = values.ndim - len(self.shape)
-        for axis, (nk, a, b) in enumerate(zip(self.keys.shape, self.query_strides, self.key_strides, strict=True)):
-            values = values.unfold(lead + axis, b * (nk - 1) + 1, a)[..., ::b]
         key_axes = tuple(range(-len(self.shape), 0))
-        return values.flip(key_axes).reshape(*values.shape[:lead], self.queries.num_places, self.keys.num_places)
+        unfolded = self._unfold(values, range(len(self.shape)))
+        return unfolded.flip(key_axes).reshape(*values.shape[:lead], self.queries.num_places, self.keys.num_places)
+
+    def rows(self, values: Shaped[Tensor, "..."]) -> Shaped[Tensor, "... width offsets"]:
+        """From one value per distinct offset to all pairs of every axis but the first: (..., width of a row of queries,
+        offsets of the first axis times width of a row of keys).
+
+        With the order of the queries reversed, query x of row y and key j (counted over all rows) have the value at
+        ``[..., x, y * width_k + j]``: the values of all pairs are a strided view of this. Needs `rows_fit`.
+        """
+        num_axes = len(self.shape)
+        lead = values.ndim - num_axes
+        unfolded = self._unfold(values.flip(tuple(range(-num_axes, 0))), range(1, num_axes))
+        # [... s, x axes, k axes] -> [... x axes, s, k axes]
+        unfolded = unfolded.movedim(lead, lead + num_axes - 1)
+        width = math.prod(self.queries.shape[1:])
+        return unfolded.reshape(*values.shape[:lead], width, self.shape[0] * math.prod(self.keys.shape[1:]))
+
+    @property
+    def rows_fit(self) -> bool:
+        """Whether rows of queries and of keys follow one another in equal steps, as `rows` needs it."""
+        return self.query_strides[0] == self.key_strides[0] == 1
+
+    def _unfold(self, values: Tensor, axes: range) -> Tensor:
+        """(..., *shape) to (..., queries of the axes, keys of the axes), the keys in reverse; axes not named stay."""
+        lead = values.ndim - len(self.shape)
+        for axis in axes:
+            b = self.key_strides[axis]
+            values = values.unfold(lead + axis, b * (self.keys.shape[axis] - 1) + 1, self.query_strides[axis])[..., ::b]
+        return values
 
 
 def join(*parts: Positions, packed: bool = False, device: torch.device | str | None = None) -> Points:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from relpos2d.encoding import NumberEncoding
 from relpos2d.interpolation import read, resize, resize_matrices
-from relpos2d.positions import Grid, Positions
+from relpos2d.positions import Grid, OffsetLattice
 
 RESIZE_METHODS = ("timm", "bicubic", "clamp")
 
@@ -74,13 +74,13 @@ class OffsetTable(NumberEncoding):
         centre = torch.tensor([size // 2 for size in table.shape[:-1]], device=offsets.device, dtype=offsets.dtype)
         return read(table, offsets + centre)
 
-    def _numbers(self, q_pos: Positions, k_pos: Positions) -> Tensor:
-        if _same_places(q_pos, self.window) and _same_places(k_pos, self.window):
-            table, lattice = self.table(), self.window.lattice(self.window)
+    def _on_lattice(self, lattice: OffsetLattice) -> Tensor:
+        if _same_places(lattice.queries, self.window) and _same_places(lattice.keys, self.window):
+            table = self.table()
             if table.shape[:-1] == lattice.shape:
                 # nothing to look up: the distinct offsets of the window are the table
-                return lattice.spread(table.movedim(-1, 0))
-        return super()._numbers(q_pos, k_pos)
+                return table.movedim(-1, 0)
+        return super()._on_lattice(lattice)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         key = prefix + "relative_position_bias_table"
@@ -105,8 +105,8 @@ class OffsetTable(NumberEncoding):
         return f"{super().extra_repr()}, window_size={self.window_size}, resize={self.resize!r}"
 
 
-def _same_places(positions: Positions, window: Grid) -> bool:
-    return isinstance(positions, Grid) and (positions.shape, positions.step, positions.origin) == (
+def _same_places(positions: Grid, window: Grid) -> bool:
+    return (positions.shape, positions.step, positions.origin) == (
         window.shape,
         window.step,
         window.origin,
