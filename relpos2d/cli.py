@@ -1,4 +1,4 @@
-"""The console script `relpos2d`: list the encodings, check one, draw one, swap one into a model.
+"""The console script `relpos2d`: list the encodings, check one, draw one, swap one into a model, time them all.
 
 Exit codes: 0 all went well, 1 the check found a fault, 2 the input was wrong.
 """
@@ -23,6 +23,7 @@ from relpos2d.backbones import swap
 from relpos2d.encoding import Encoding
 from relpos2d.encodings import EncodingInfo, create_encoding, encoding_class, encoding_options, list_encodings
 from relpos2d.positions import Grid
+from relpos2d.tools.bench import DTYPES, MODES, bench, cases_table, choose_cases, result_table
 from relpos2d.tools.check import MAX_PLACES, CheckError, check
 from relpos2d.tools.plot import plot_maps
 
@@ -40,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"unrecognized arguments: {' '.join(unknown)}")
         if rest:
             args.options += rest
+        args.command = ["relpos2d", *(sys.argv[1:] if arguments is None else arguments)]
         args.run(args)
     except SystemExit as stop:  # argparse: 0 after --help and --version, 2 after an error it has told
         return int(stop.code or 0)
@@ -101,6 +103,12 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--absolute", choices=("keep", "fade", "remove"), help="what becomes of a ViT's embedding")
     command.add_argument("options", metavar="key=value", nargs="*", help="options of the encoding")
     command.set_defaults(run=_swap)
+
+    command = commands.add_parser(
+        "bench", help="time encodings against attention without position, and against others", allow_abbrev=False
+    )
+    _add_bench_arguments(command)
+    command.set_defaults(run=_bench)
     return parser
 
 
@@ -113,6 +121,27 @@ def _add_encoding_arguments(command: argparse.ArgumentParser, picture: str = "")
     command.add_argument("--prefix", type=_count(0, 64), default=1, metavar="N", help="class and register tokens [1]")
     command.add_argument("--heads", type=_count(1, 256), default=3, metavar="N", help="attention heads [3]")
     command.add_argument("--head-dim", type=_count(1, 1024), default=24, metavar="N", help="channels per head [24]")
+
+
+def _add_bench_arguments(command: argparse.ArgumentParser) -> None:
+    yes_or_no = argparse.BooleanOptionalAction
+    command.add_argument("cases", metavar="CASE", nargs="*", default=["quick"], help="case or group of cases [quick]")
+    command.add_argument("--list", action="store_true", help="show the cases and groups, run nothing")
+    command.add_argument("--mode", choices=MODES, help="only cases that are this")
+    command.add_argument("--encodings", metavar="NAME", nargs="+", help="of ours only these; a sum has + between them")
+    command.add_argument("--pairs", type=_count(1, 10_000), default=9, metavar="N", help="timed rounds [9]")
+    command.add_argument("--threads", type=_count(1, 1024), metavar="N", help="of torch [its own choice]")
+    command.add_argument("--device", default="cpu", help="cpu or cuda [cpu]")
+    command.add_argument("--dtype", choices=tuple(DTYPES), default="float32", help="of inputs and parameters [float32]")
+    command.add_argument(
+        "--batch", type=_count(1, 100_000), metavar="N", help="samples, images of windows [the case's]"
+    )
+    command.add_argument("--rivals", action=yes_or_no, default=True, help="measure what else one would take, too")
+    command.add_argument("--memory", action=yes_or_no, default=True, help="measure the peak memory, too")
+    command.add_argument("--plot", action=yes_or_no, default=True, help="draw bench.png")
+    command.add_argument("--seed", type=_count(0, 10**9), default=0, metavar="N", help="of numbers and orders [0]")
+    command.add_argument("--markdown", action="store_true", help="tables as markdown")
+    command.add_argument("--output", default="runs/bench", metavar="DIR", help="for bench.json, bench.png [runs/bench]")
 
 
 def _list(args: argparse.Namespace) -> None:
@@ -137,6 +166,33 @@ def _swap(args: argparse.Namespace) -> None:
     spec, options = _spec(args)
     model = timm.create_model(args.model, pretrained=False)
     print(swap(model, spec, absolute=args.absolute, **options).swap_report)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    if args.list:
+        print(cases_table())
+        return
+    try:
+        device = torch.device(args.device)
+    except RuntimeError:
+        raise ValueError(f"bench: device={args.device!r} is not there; allowed: cpu, cuda") from None
+    results = bench(
+        choose_cases(args.cases, mode=args.mode, batch=args.batch),
+        encodings=args.encodings,
+        pairs=args.pairs,
+        threads=args.threads,
+        device=device,
+        dtype=DTYPES[args.dtype],
+        rivals=args.rivals,
+        memory=args.memory,
+        seed=args.seed,
+        output=args.output,
+        plot=args.plot,
+        command=args.command,
+    )
+    for result in results:
+        print(result_table(result, markdown=args.markdown), end="\n\n", flush=True)
+    print(f"wrote {args.output}/bench.json" + (f" and {args.output}/bench.png" if args.plot else ""))
 
 
 def _encoding(args: argparse.Namespace) -> Encoding:
