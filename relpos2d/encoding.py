@@ -10,11 +10,15 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from relpos2d.eager import runs_eagerly
 from relpos2d.interpolation import corners
 from relpos2d.positions import Grid, OffsetLattice, Positions
+from relpos2d.rotation import Rotation
 
 Role = Literal["query", "key"]
 LAYOUTS = ("interleaved", "half")
+#: a rotation is kept if it is no larger; a larger one takes long to use and little of that to make
+MAX_KEPT_BYTES = 2**21
 
 
 class Encoding(nn.Module):
@@ -120,6 +124,18 @@ class Encoding(nn.Module):
     ) -> Float[Tensor, "batch heads tokens head_dim"]:
         """Rotation: queries or keys turned by their place. `strength` multiplies the encoding's own."""
         return x
+
+    def rotate_both(
+        self,
+        q: Float[Tensor, "batch heads queries head_dim"],
+        k: Float[Tensor, "batch heads keys head_dim"],
+        q_pos: Positions,
+        k_pos: Positions,
+        *,
+        strength: Tensor | float = 1.0,
+    ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads keys head_dim"]]:
+        """`rotate` of queries and of keys; what both need is made once where their places are the same."""
+        return self.rotate(q, q_pos, "query", strength=strength), self.rotate(k, k_pos, "key", strength=strength)
 
     def at(self, offsets: Float[Tensor, "*batch axes"], query: Tensor | None = None) -> Float[Tensor, "*batch heads"]:
         """Number: the formula, at real offsets (query minus key, in tokens). `query`: the query's place, where it matters."""
@@ -374,6 +390,7 @@ class RotaryEncoding(Encoding):
     family = "rotation"
 
     layout_half: Tensor
+    _kept: tuple[tuple[Any, list[Tensor], Rotation], ...]
 
     def __init__(
         self,
@@ -408,23 +425,72 @@ class RotaryEncoding(Encoding):
         *,
         strength: Tensor | float = 1.0,
     ) -> Float[Tensor, "batch heads tokens head_dim"]:
+        self._check_tokens(x, pos)
+        return self._rotation(x, pos, strength)(x)
+
+    def rotate_both(
+        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, *, strength: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        # a rotate of its own may turn queries and keys differently
+        same = (q_pos is k_pos or q_pos == k_pos) and q.dtype == k.dtype
+        if not same or type(self).rotate is not RotaryEncoding.rotate:
+            return super().rotate_both(q, k, q_pos, k_pos, strength=strength)
+        self._check_tokens(q, q_pos)
+        self._check_tokens(k, k_pos)
+        rotation = self._rotation(q, q_pos, strength)
+        return rotation(q), rotation(k)
+
+    def _check_tokens(self, x: Tensor, pos: Positions) -> None:
         if x.shape[-2] != pos.num_tokens or x.shape[-1] != self.head_dim:
             raise ValueError(
                 f"{type(self).__name__}: x has {x.shape[-2]} tokens of {x.shape[-1]} channels, the positions {pos} and the "
                 f"encoding allow {pos.num_tokens} tokens of {self.head_dim} channels"
             )
+
+    def _rotation(self, x: Tensor, pos: Positions, strength: Tensor | float) -> Rotation:
+        """The rotation of these places for tensors like x, or the same one that was made before.
+
+        Kept are the newest two (of queries and of keys), if they need no gradient, each with the values it was made of. Values
+        are compared and not version counters, which neither a fused optimiser nor a write through `.data` moves. On other devices
+        a comparison would wait for all that was asked for before, so there nothing is kept.
+        """
+        # first, since a compiler can follow nothing of what comes below
+        if not runs_eagerly() or not isinstance(pos, Grid) or self._modules:
+            return self._new_rotation(x, pos, strength)
+        values = [value for value in (*self._parameters.values(), *self._buffers.values()) if value is not None]
+        values += [strength] if isinstance(strength, Tensor) else []
+        for value in (x, *values):
+            if not value.is_cpu or type(value) not in (Tensor, nn.Parameter):
+                return self._new_rotation(x, pos, strength)
+        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+            return self._new_rotation(x, pos, strength)
+        key = (pos, x.dtype, None if isinstance(strength, Tensor) else strength)
+        for kept_key, kept_values, kept_rotation in self._kept:
+            if kept_key == key and all(map(_same, kept_values, values)):
+                return kept_rotation
+        # a tensor made in inference mode would be refused by the next training step
+        with torch.inference_mode(False), torch.no_grad():
+            rotation = self._new_rotation(x, pos, strength)
+            if rotation.factors is not None and rotation.factors.nbytes <= MAX_KEPT_BYTES:
+                entry = (key, [value.detach().clone() for value in values], rotation)
+                self.__dict__["_kept"] = (entry, *self._kept[:1])
+        return rotation
+
+    def _new_rotation(self, x: Tensor, pos: Positions, strength: Tensor | float) -> Rotation:
         # angles grow with the place: in half precision neighbours far from the origin would merge
         dtype = torch.promote_types(x.dtype, torch.float32)
         angles = self.angles(pos.coords(device=x.device, dtype=dtype)) * (self.strength.to(dtype) * strength)
-        angles = nn.functional.pad(angles, (0, 0, pos.num_prefix_tokens, 0))
-        cos, sin = angles.cos(), angles.sin()
-        if self.layout == "interleaved":
-            first, second = x[..., 0::2], x[..., 1::2]
-            turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
-        else:
-            first, second = x.chunk(2, dim=-1)
-            turned = torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1)
-        return turned.to(x.dtype)
+        if pos.num_prefix_tokens:
+            angles = nn.functional.pad(angles, (0, 0, pos.num_prefix_tokens, 0))
+        return Rotation(angles, self.layout)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and forget the rotations that were made with another one."""
+        super().__setattr__(name, value)
+        self.__dict__["_kept"] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": ()}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, layout={self.layout!r}"
@@ -517,6 +583,13 @@ class Combined(Encoding):
             x = part.rotate(x, pos, role, strength=self.strength * strength)
         return x
 
+    def rotate_both(
+        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, *, strength: Tensor | float = 1.0
+    ) -> tuple[Tensor, Tensor]:
+        for part in self:
+            q, k = part.rotate_both(q, k, q_pos, k_pos, strength=self.strength * strength)
+        return q, k
+
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
         total = _sum(part.at(offsets, query) * part.strength for part in self if _has_numbers(part))
         return super().at(offsets, query) if total is None else total
@@ -587,6 +660,10 @@ def convert_rotary_layout(
         return x.clone()
     pairs = x.unflatten(0, (num_heads, -1, 2) if source == "interleaved" else (num_heads, 2, -1))
     return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
 
 
 def _has_numbers(encoding: Encoding) -> bool:

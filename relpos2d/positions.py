@@ -119,6 +119,17 @@ class Grid:
             origin=tuple(o + s * (f - 1) / 2 for o, s, f in zip(self.origin, self.step, factors, strict=True)),
         )
 
+    def part(self, start: int, stop: int) -> Grid:
+        """Rows `start` to `stop` of the first axis, as far as there are any; the prefix tokens stay with the first row."""
+        size = min(stop, self.shape[0]) - start
+        return Grid(
+            size,
+            *self.shape[1:],
+            num_prefix_tokens=0 if start else self.num_prefix_tokens,
+            step=self.step,
+            origin=(self.origin[0] + self.step[0] * start, *self.origin[1:]),
+        )
+
     def points(self, batch_size: int = 1, *, device: torch.device | str | None = None) -> Points:
         """The same places as Points, for each sample of a batch."""
         coords = self.coords(device=device).expand(batch_size, -1, -1)
@@ -189,6 +200,12 @@ class Points:
         """Offset of every pair of places, this one's (queries) minus the other's (keys)."""
         return _pair_offsets(self, other, device, dtype)
 
+    def part(self, start: int, stop: int) -> Points:
+        """Places `start` to `stop` of each sample; the prefix tokens stay with the first."""
+        valid = None if self.valid is None else self.valid[:, start:stop]
+        segments = None if self.segments is None else self.segments[:, start:stop]
+        return Points(self.places[:, start:stop], valid, segments, 0 if start else self.num_prefix_tokens)
+
 
 Positions: TypeAlias = Grid | Points
 
@@ -197,8 +214,9 @@ class OffsetLattice:
     """The distinct offsets between two grids, which are themselves a lattice, and the way from them to all pairs.
 
     Along one axis with steps sq, sk and their common measure g, the pair (i, j) has the offset
-    ``first + g * (a * i + b * (num_keys - 1 - j))`` with a = sq / g and b = sk / g: reversing the keys turns the
-    bias of all pairs into a strided view of the numbers of the distinct offsets. No index tensor exists.
+    ``first + g * (a * i + b * (num_keys - 1 - j))`` with a = sq / g and b = sk / g. With the numbers in falling order of
+    the offset and the queries in reverse, pair (i', j) reads number a * i' + b * j: the bias of all pairs is a strided view of
+    the numbers of the distinct offsets. No index tensor exists.
     """
 
     def __init__(self, queries: Grid, keys: Grid) -> None:
@@ -232,10 +250,11 @@ class OffsetLattice:
 
     def spread(self, values: Shaped[Tensor, "..."]) -> Shaped[Tensor, "... queries keys"]:
         """From one value per distinct offset (..., *shape) to one per pair (..., num queries, num keys), both row-major."""
-        lead = values.ndim - len(self.shape)
-        key_axes = tuple(range(-len(self.shape), 0))
-        unfolded = self._unfold(values, range(len(self.shape)))
-        return unfolded.flip(key_axes).reshape(*values.shape[:lead], self.queries.num_places, self.keys.num_places)
+        axes = tuple(range(-len(self.shape), 0))
+        unfolded = self._unfold(values.flip(axes), range(len(self.shape)))
+        pairs = (self.queries.num_places, self.keys.num_places)
+        # the queries come out in reverse; to turn whole rows round costs half of what turning the keys does
+        return unfolded.reshape(*values.shape[: values.ndim - len(self.shape)], *pairs).flip(-2)
 
     def rows(self, values: Shaped[Tensor, "..."]) -> Shaped[Tensor, "... width offsets"]:
         """From one value per distinct offset to all pairs of every axis but the first: (..., width of a row of queries,
@@ -258,7 +277,7 @@ class OffsetLattice:
         return self.query_strides[0] == self.key_strides[0] == 1
 
     def _unfold(self, values: Tensor, axes: range) -> Tensor:
-        """(..., *shape) to (..., queries of the axes, keys of the axes), the keys in reverse; axes not named stay."""
+        """Numbers in falling order (..., *shape) to (..., reversed queries, keys of the axes); axes not named stay."""
         lead = values.ndim - len(self.shape)
         for axis in axes:
             b = self.key_strides[axis]

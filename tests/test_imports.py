@@ -12,7 +12,10 @@ PACKAGE = Path(importlib.util.find_spec("relpos2d").submodule_search_locations[0
 TESTS = Path(__file__).parent
 
 #: from the lowest room of the house to the highest; a room imports only from lower ones, or from itself
-ROOMS = ["positions", "interpolation", "encoding", "attention", "encodings", "tools", "backbones", "models", "cli"]
+ROOMS = [
+    *("eager", "positions", "interpolation", "rotation", "encoding", "attention", "encodings"),
+    *("tools", "backbones", "models", "cli"),
+]
 
 
 def room_of(module: str) -> str:

@@ -1,18 +1,58 @@
-"""The door of attention: checks what comes in, asks the encoding for its parts, and hands them to a backend."""
+"""The door of attention: checks what comes in, chooses a way, asks the encoding for its parts, and hands them over."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Literal, overload
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from relpos2d.attention import explicit, sdpa
-from relpos2d.encoding import Encoding, Prepared
-from relpos2d.positions import Points, Positions, real_tokens, visible
+from relpos2d.attention import explicit, lattice, sdpa
+from relpos2d.attention.choice import BACKENDS, Explanation, Request, choose
+from relpos2d.attention.explicit import repeated
+from relpos2d.eager import runs_eagerly
+from relpos2d.encoding import Encoding, LatticeNumbers, Prepared
+from relpos2d.positions import Grid, Points, Positions, real_tokens, visible
 
-BACKENDS = ("auto", "explicit", "sdpa")
 
-
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding | Prepared,
+    q_pos: Positions,
+    k_pos: Positions | None = None,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    backend: str = "auto",
+    memory_limit: int | None = None,
+    explain: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    encoding: Encoding | Prepared,
+    q_pos: Positions,
+    k_pos: Positions | None = None,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    dropout_p: float = 0.0,
+    scale: float | None = None,
+    backend: str = "auto",
+    memory_limit: int | None = None,
+    explain: Literal[True],
+) -> tuple[Tensor, Explanation]: ...
 def attend(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch heads keys head_dim"],
@@ -26,7 +66,11 @@ def attend(
     dropout_p: float = 0.0,
     scale: float | None = None,
     backend: str = "auto",
-) -> Float[Tensor, "batch heads queries value_dim"]:
+    memory_limit: int | None = None,
+    explain: bool = False,
+) -> (
+    Float[Tensor, "batch heads queries value_dim"] | tuple[Float[Tensor, "batch heads queries value_dim"], Explanation]
+):
     """softmax(scale * q . k + what the encoding adds + mask) v, with the places of queries and keys.
 
     Args:
@@ -34,17 +78,21 @@ def attend(
         encoding: an encoding, or what its `prepare` returned for these positions.
         q_pos: places of the queries, and of the keys if k_pos is None.
         k_pos: places of the keys.
-        mask: bool (True: may be seen) or added to the scores; broadcast to (B, heads, Nq, Nk).
+        mask: bool (True: may be seen) or added to the scores; broadcast to (B, heads, Nq, Nk). Its batch may also be a part of
+            B: it is repeated, as the masks of shifted windows are for every image.
         is_causal: a query sees only keys whose coordinate is not larger than its own (one axis only).
         dropout_p: dropout of the attention weights; the caller gives 0 outside training.
         scale: of the scores, head_dim ** -0.5 unless given.
-        backend: "explicit", "sdpa", or "auto" for the fastest that is right.
+        backend: "explicit", "sdpa", "flex", "lowrank" (not exact), or "auto" for the fastest that is right.
+        memory_limit: bytes that may be held beside inputs and output; None: as many as the fastest way takes.
+        explain: return the output and an `Explanation` of the way that was taken.
 
     Returns:
         (B, heads, Nq, head_dim) in the dtype of q. A query that may see no key has output 0.
 
     Raises:
-        ValueError: shapes, dtypes or positions that do not fit, an unknown backend, or one that cannot do this encoding.
+        ValueError: shapes, dtypes or positions that do not fit, an unknown backend, one that cannot do this, or a memory limit that
+            no way keeps.
     """
     prepared = encoding if isinstance(encoding, Prepared) else None
     if isinstance(encoding, Prepared):
@@ -55,41 +103,113 @@ def attend(
     _check(q, k, v, encoding, q_pos, k_pos, mask, backend)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"attend: dropout_p={dropout_p} must be between 0 and 1")
-    bias = encoding.bias(q_pos, k_pos) if prepared is None else prepared.bias
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if is_causal and q_pos.num_axes != 1:
+        raise ValueError(f"is_causal: needs one axis, the positions have {q_pos.num_axes}")
+    if memory_limit is not None and memory_limit < 0:
+        raise ValueError(f"attend: memory_limit={memory_limit} must be a number of bytes, at least 0")
+    request = Request(
+        q,
+        k,
+        v,
+        encoding,
+        encoding.numbers(q_pos, k_pos) if prepared is None else prepared.numbers,
+        q_pos,
+        k_pos,
+        mask=None if mask is None else mask[(None,) * (4 - mask.ndim)],
+        is_causal=is_causal and not _all_in_the_past(q_pos, k_pos),
+        dropout_p=dropout_p,
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+    )
+    explanation = choose(request, backend, memory_limit)
+    out = _run(request, explanation)
+    return (out, explanation) if explain else out
 
+
+def _run(request: Request, explanation: Explanation) -> Tensor:
+    match explanation.way:
+        case "no mask" | "is_causal":
+            q, k = request.turned()
+            causal = explanation.way == "is_causal"
+            return F.scaled_dot_product_attention(
+                q, k, request.v, is_causal=causal, dropout_p=request.dropout_p, scale=request.scale
+            )
+        case "view" | "bands":
+            return lattice.attend(request)
+        case "dense":
+            return _whole(request, fused=True)
+        case "whole":
+            return _whole(request, fused=False)
+        case "blocks":
+            return _in_blocks(request, explanation.num_rows)
+    raise AssertionError(explanation.way)
+
+
+def _whole(request: Request, *, fused: bool) -> Tensor:
+    """With a number for each pair of tokens, through the fused kernel or in plain tensor code."""
+    q, k, v, encoding, q_pos, k_pos = request.q, request.k, request.v, request.encoding, request.q_pos, request.k_pos
+    batch = q.shape[0]
+    given = request.mask
+    if given is not None and not request.on_grids:
+        given = repeated(given, batch)
     mask, seen_queries, seen_keys = _combine_masks(
-        mask, visible(q_pos, k_pos, is_causal=is_causal, device=q.device), q.dtype
+        given, visible(q_pos, k_pos, is_causal=request.is_causal, device=q.device), q.dtype
     )
     # what nobody sees may hold anything, also NaN, and 0 * NaN would reach the valid outputs
     real_q = real_tokens(q_pos)
     if real_q is not None:
         q = torch.where(real_q[:, None, :, None], q, 0)
     if seen_keys is not None:
-        k, v = (torch.where(seen_keys, x, 0) for x in (k, v))
+        k, v = (torch.where(repeated(seen_keys, batch), x, 0) for x in (k, v))
 
+    bias = request.numbers
+    if isinstance(bias, LatticeNumbers):
+        bias = bias.bias()
+    elif bias is None:
+        bias = encoding.bias(q_pos, k_pos)
     if bias is not None:
-        mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
-    content = encoding.content(q, k)
-    score = encoding.score(q, k, q_pos, k_pos, scale)
+        mask = bias if mask is None else mask + bias
+    score = encoding.score(q, k, q_pos, k_pos, request.scale)
     if score is not None:
-        mask = score if mask is None else mask + score
+        mask = score if mask is None else repeated(mask, batch) + score
+    q, k = dataclasses.replace(request, q=q, k=k).turned()
 
-    if content is not None:
-        q = q + (content * encoding.strength).to(q.dtype)
-    q = encoding.rotate(q, q_pos, "query")
-    k = encoding.rotate(k, k_pos, "key")
-    needs_weights = any(term.meets == "value" for term in encoding.terms())
-    if backend == "sdpa" and needs_weights:
-        raise ValueError(f"attend: backend 'sdpa' has no weights to give to {type(encoding).__name__}, use 'explicit'")
-    # torch's fused CPU kernel has no gradient for its mask and falls back to unfused code; against that the plain path was up to
-    # a quarter faster on single attentions, and 2 % slower in a whole Swin-T
-    unfused = backend == "auto" and mask is not None and mask.requires_grad and mask.device.type == "cpu"
-    if backend == "explicit" or needs_weights or unfused:
-        out = explicit.attend(q, k, v, mask, scale, dropout_p, lambda weights: encoding.value(weights, q_pos, k_pos))
+    if fused:
+        out = sdpa.attend(q, k, v, mask, request.scale, request.dropout_p)
     else:
-        out = sdpa.attend(q, k, v, mask, scale, dropout_p)
-    return out if seen_queries is None else torch.where(seen_queries, out, 0)
+        out = explicit.attend(
+            q, k, v, mask, request.scale, request.dropout_p, lambda weights: encoding.value(weights, q_pos, k_pos)
+        )
+    return out if seen_queries is None else torch.where(repeated(seen_queries, batch), out, 0)
+
+
+def _in_blocks(request: Request, num_rows: int) -> Tensor:
+    """In plain tensor code, some rows of queries at a time; a backward pass makes them again."""
+    start = row = 0
+    parts = []
+    while start < request.q.shape[2]:
+        pos = request.q_pos.part(row, row + num_rows)
+        stop = start + pos.num_tokens
+        mask = request.mask
+        if mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, start:stop]
+        block = dataclasses.replace(request, q_pos=pos, mask=mask, numbers=None)
+
+        def attended(q: Tensor, k: Tensor, v: Tensor, block: Request = block) -> Tensor:
+            return _whole(dataclasses.replace(block, q=q, k=k, v=v), fused=False)
+
+        inputs = request.q[:, :, start:stop], request.k, request.v
+        kept = not torch.is_grad_enabled()
+        parts.append(attended(*inputs) if kept else checkpoint(attended, *inputs, use_reentrant=False))
+        start, row = stop, row + num_rows
+    return torch.cat(parts, dim=2)
+
+
+def _all_in_the_past(q_pos: Positions, k_pos: Positions) -> bool:
+    """Whether every query sees every key though attention is causal, as one query behind a long cache does."""
+    if not isinstance(q_pos, Grid) or not isinstance(k_pos, Grid) or q_pos.num_prefix_tokens:
+        return False
+    last_key = k_pos.origin[0] + k_pos.step[0] * (k_pos.shape[0] - 1)
+    return q_pos.origin[0] >= last_key
 
 
 def _combine_masks(
@@ -97,7 +217,8 @@ def _combine_masks(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The additive mask (None: nothing), which queries see any key (..., Nq, 1), and which keys anyone sees (..., Nk, 1).
 
-    A query that sees nothing is shown everything, so that softmax stays finite, and its output is dropped afterwards.
+    A query that sees nothing is shown everything, so that softmax stays finite, and its output is dropped afterwards. Where
+    everything is seen, and a look at it costs no wait for a device, the last two are None.
     """
     if mask is None and seen is None:
         return None, None, None
@@ -105,7 +226,6 @@ def _combine_masks(
     if seen is not None:
         seen = seen[:, None]
     if mask is not None:
-        mask = mask[(None,) * (4 - mask.ndim)]
         if mask.dtype == torch.bool:
             allowed = mask
         else:
@@ -114,6 +234,8 @@ def _combine_masks(
             allowed = added != float("-inf")
         seen = allowed if seen is None else allowed & seen
     assert seen is not None
+    if added is not None and seen.device.type == "cpu" and runs_eagerly() and bool(seen.all()):
+        return added, None, None
     seen_queries, seen_keys = seen.any(dim=-1, keepdim=True), seen.any(dim=-2).unsqueeze(-1)
     if added is None:
         added = torch.zeros_like(seen, dtype=dtype)
@@ -158,5 +280,6 @@ def _check(
             raise ValueError(f"attend: mask is {mask.dtype}, allowed are bool (True: may be seen) and floating point")
         allowed = (*q.shape[:3], k.shape[2])
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        if len(shape) != 4 or any(size not in (1, full) for size, full in zip(shape, allowed, strict=True)):
+        fits = len(shape) == 4 and all(size in (1, full) for size, full in zip(shape[1:], allowed[1:], strict=True))
+        if not fits or shape[0] < 1 or q.shape[0] % shape[0]:
             raise ValueError(f"attend: mask has shape {tuple(mask.shape)}, allowed is what broadcasts to {allowed}")

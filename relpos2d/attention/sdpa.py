@@ -3,9 +3,22 @@
 import torch
 from torch import Tensor
 
+from relpos2d.attention import fused
+from relpos2d.attention.explicit import repeated
+from relpos2d.attention.fused import Rows
+
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout_p: float) -> Tensor:
-    """scaled_dot_product_attention; a mask may leave out leading dimensions of size 1."""
+    """scaled_dot_product_attention.
+
+    A mask may leave out leading dimensions of size 1, and have the samples of a part of the batch (see `repeated`). torch's
+    own function gives no gradient of a mask on the CPU but by unfused code that keeps all scores; there `fused` steps in.
+    """
     if mask is not None:
-        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+        mask = mask[(None,) * (4 - mask.ndim)]
+        if not fused.obstacle(q, v):
+            mask = mask.expand(mask.shape[0], q.shape[1], q.shape[2], k.shape[2])
+            dense = Rows(1, q.shape[2], 1, k.shape[2], reverse=False)
+            return fused.attend(q, k, v, mask, dense, scale, dropout_p)[0]
+        mask = repeated(mask, q.shape[0]).to(q.dtype).expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, scale=scale)

@@ -46,9 +46,8 @@ class WindowHost(Host):
         self.encoding.set_window_size(self.window_size)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-        """Attention inside windows (windows * B, heads, tokens, head_dim); mask (windows, tokens, tokens)."""
-        if mask is not None:
-            mask = mask.repeat(q.shape[0] // mask.shape[0], 1, 1).unsqueeze(1)
+        """Attention inside windows (B * windows, heads, tokens, head_dim); mask (windows, tokens, tokens), as each image has it."""
+        mask = None if mask is None else mask.unsqueeze(1)
         dropout_p = self.attn_drop.p if self.training else 0.0
         positions = Grid(*self.window_size)
         out = attend(q, k, v, self.encoding, positions, mask=mask, dropout_p=dropout_p, scale=scale)

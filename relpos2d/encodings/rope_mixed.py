@@ -62,4 +62,10 @@ class MixedRope(RotaryEncoding):
             self.freqs.copy_(freqs.flatten(-2))
 
     def angles(self, coords: Tensor) -> Tensor:
-        return torch.einsum("...na,ahp->...hnp", coords, self.freqs.to(coords.dtype))
+        # number by number: autocast would round the product of two matrices, and with it merge places beyond 256
+        freqs = self.freqs.to(coords.dtype).unsqueeze(-2)
+        places = coords[..., None, :, :, None]  # one head, one pair
+        angles = places[..., 0, :] * freqs[0]
+        for axis in range(1, len(freqs)):
+            angles = torch.addcmul(angles, places[..., axis, :], freqs[axis])
+        return angles

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import gc
 import importlib
-import inspect
 import json
 import math
 import os
@@ -640,11 +639,11 @@ def _our_work(
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, encoding, case.queries, case.keys, mask=mask, is_causal=case.is_causal)
 
-    if "explain" in inspect.signature(attend).parameters:
-        options: dict[str, Any] = {"mask": mask, "is_causal": case.is_causal, "explain": True}
-        with torch.set_grad_enabled(case.mode == "training"):
-            told: Any = attend(*inputs, encoding, case.queries, case.keys, **options)
-        result.way, result.why = str(told.way), str(told)
+    with torch.set_grad_enabled(case.mode == "training"):
+        _, explanation = attend(
+            *inputs, encoding, case.queries, case.keys, mask=mask, is_causal=case.is_causal, explain=True
+        )
+    result.way, result.why = explanation.way, str(explanation)
     return _attention_work(case, attention, inputs, encoding.parameters())
 
 

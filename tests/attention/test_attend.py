@@ -438,7 +438,7 @@ class TestRefuses:
 
 
 def test_backends_by_name() -> None:
-    assert BACKENDS == ("auto", "explicit", "sdpa")
+    assert BACKENDS == ("auto", "explicit", "sdpa", "flex", "lowrank")
 
 
 @BOTH

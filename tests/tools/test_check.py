@@ -6,7 +6,7 @@ from torch import nn
 
 import relpos2d
 from relpos2d import CheckError, Combined, Encoding, Grid, NumberEncoding, RotaryEncoding, check, create_encoding
-from relpos2d.encoding import Term
+from relpos2d.encoding import Term, _with_prefix
 
 GRID = Grid(3, 5, num_prefix_tokens=2)
 RELATIVE = [info.name for info in relpos2d.list_encodings() if info.family != "absolute"]
@@ -104,7 +104,22 @@ class Distance(NumberEncoding):
         return (offsets[..., :1] + 0.3 * offsets[..., 1:] ** 2) * self.slope
 
 
-class TransposedRaster(Distance):
+class DistanceOfPairs(Distance):
+    """The same, written out for each pair of places, as the broken ones need it."""
+
+    def bias(self, q_pos, k_pos):
+        prefix = q_pos.num_prefix_tokens, k_pos.num_prefix_tokens
+        return _with_prefix(self._numbers(q_pos, k_pos), self._prefix(), *prefix)
+
+    def _numbers(self, q_pos, k_pos):
+        return self.at(q_pos.offsets(k_pos, dtype=torch.float64)).movedim(-1, -3) * self.strength
+
+
+def test_written_out_for_each_pair_it_is_still_right() -> None:
+    check(DistanceOfPairs(3, 24, GRID).double(), GRID)
+
+
+class TransposedRaster(DistanceOfPairs):
     """The bias of a (W, H) grid laid over the tokens of an (H, W) grid."""
 
     def _numbers(self, q_pos, k_pos):
@@ -113,15 +128,15 @@ class TransposedRaster(Distance):
         return super()._numbers(q_pos, k_pos)
 
 
-class TransposedOnGridsOnly(Distance):
+class TransposedOnGridsOnly(DistanceOfPairs):
     """Relative, but dy and dx are exchanged on the way of Grid."""
 
     def _numbers(self, q_pos, k_pos):
-        numbers = self.at(q_pos.offsets(k_pos, dtype=torch.float64).flip(-1)).movedim(-1, -3)
+        numbers = self.at(q_pos.offsets(k_pos, dtype=torch.float64).flip(-1)).movedim(-1, -3) * self.strength
         return numbers if isinstance(q_pos, Grid) else super()._numbers(q_pos, k_pos)
 
 
-class KeyOnly(Distance):
+class KeyOnly(DistanceOfPairs):
     """ALiBi's row of key places, right only under a causal mask."""
 
     def _numbers(self, q_pos, k_pos):
@@ -131,7 +146,7 @@ class KeyOnly(Distance):
         )
 
 
-class Rolled(Distance):
+class Rolled(DistanceOfPairs):
     """Off by one among the keys, as with a prefix token that is not counted."""
 
     def _numbers(self, q_pos, k_pos):
@@ -325,7 +340,7 @@ def test_a_broken_member_of_a_sum_is_caught() -> None:
 
 
 def test_the_named_pairs_have_the_named_values_and_one_offset() -> None:
-    class OneWrongPair(Distance):
+    class OneWrongPair(DistanceOfPairs):
         def _numbers(self, q_pos, k_pos):
             numbers = super()._numbers(q_pos, k_pos).clone()
             # query (1, 3), key (2, 1) on 3 x 5

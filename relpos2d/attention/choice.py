@@ -1,0 +1,307 @@
+"""Which way attend() takes: the fastest that is right, and fits into the memory that it may use."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from relpos2d.attention import fused
+from relpos2d.attention.fused import Rows
+from relpos2d.encoding import Encoding, LatticeNumbers
+from relpos2d.positions import Grid, OffsetLattice, Positions
+
+BACKENDS = ("auto", "explicit", "sdpa", "flex", "lowrank")
+#: a dense bias above this is never the fastest: it is read from memory, and not from a cache
+MAX_DENSE_BYTES = 2**26
+#: keys up to which making the dense bias costs less than going without it
+FEW_KEYS = 256
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which way attend() took, and why; `str()` is one line.
+
+    Args:
+        backend: "explicit", "sdpa", "flex" or "lowrank".
+        way: how the backend did it: "no mask", "is_causal", "view" and "bands" (numbers per distinct offset), "dense" (a number
+            per pair), "whole" or "blocks" (explicit), "score_mod" (flex), "factors" (lowrank).
+        why: the reason, in words.
+        num_bytes: what it holds beside inputs, output, their gradients, and what the encoding needs to make its numbers; an
+            upper bound.
+        num_rows: rows of queries in each of the blocks; 0 without blocks.
+        error: largest error of the bias; 0 but for lowrank.
+    """
+
+    backend: str
+    way: str
+    why: str
+    num_bytes: int = 0
+    num_rows: int = 0
+    error: float = 0.0
+
+    def __str__(self) -> str:
+        error = f", bias wrong by at most {self.error:.1e}" if self.error else ""
+        return f"{self.backend}, {self.way}: {self.why}; holds up to {_size(self.num_bytes)}{error}"
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What attend() was given, checked and completed.
+
+    Args:
+        numbers: of the encoding per distinct offset, or per pair; None if it has none, or has not been asked.
+        mask: (1 or part of the batch, 1 or heads, 1 or Nq, 1 or Nk), bool or added.
+        is_causal: False where every query sees every key anyhow.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    encoding: Encoding
+    numbers: LatticeNumbers | Tensor | None
+    q_pos: Positions
+    k_pos: Positions
+    mask: Tensor | None
+    is_causal: bool
+    dropout_p: float
+    scale: float
+
+    def turned(self) -> tuple[Tensor, Tensor]:
+        """Queries and keys with what the encoding does to them."""
+        q, k = self.q, self.k
+        content = self.encoding.content(q, k)
+        if content is not None:
+            q = q + (content * self.encoding.strength).to(q.dtype)
+        return self.encoding.rotate_both(q, k, self.q_pos, self.k_pos)
+
+    @property
+    def itemsize(self) -> int:
+        return torch.promote_types(self.q.dtype, torch.float32).itemsize
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of tokens of one head of one sample."""
+        return self.q.shape[2] * self.k.shape[2]
+
+    @property
+    def on_grids(self) -> bool:
+        return isinstance(self.q_pos, Grid) and isinstance(self.k_pos, Grid)
+
+    @property
+    def meets(self) -> set[str]:
+        """What the vectors of the encoding meet: "query", "key", "value"."""
+        return {term.meets for term in self.encoding.terms()}
+
+    @property
+    def adds_scores(self) -> bool:
+        return bool(self.meets - {"value"})
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing but causality is added to the scores."""
+        return not self.encoding.adds_numbers and not self.adds_scores and self.mask is None
+
+    @property
+    def trains(self) -> bool:
+        return torch.is_grad_enabled() and (
+            self.trains_numbers or any(x.requires_grad for x in (self.q, self.k, self.v))
+        )
+
+    @property
+    def trains_numbers(self) -> bool:
+        """Whether a gradient of what is added to the scores is wanted."""
+        if not torch.is_grad_enabled():
+            return False
+        if self.mask is not None and self.mask.requires_grad:
+            return True
+        numbers = self.numbers
+        if self.adds_scores:
+            return True
+        if isinstance(numbers, LatticeNumbers):
+            return numbers.values.requires_grad or (numbers.prefix is not None and numbers.prefix.requires_grad)
+        if isinstance(numbers, Tensor):
+            return numbers.requires_grad
+        return self.encoding.adds_numbers and any(p.requires_grad for p in self.encoding.parameters())
+
+    @property
+    def unfused(self) -> str:
+        """Why the ways through torch's fused CPU kernel are closed; empty if they are open."""
+        return fused.obstacle(self.q, self.v)
+
+    def dense_bytes(self) -> int:
+        """A number for each pair, of all samples if they differ, and its gradient."""
+        samples = 1 if self.mask is None else self.mask.shape[0]
+        if not self.on_grids or self.adds_scores:
+            samples = self.q.shape[0]
+        numbers = samples * self.q.shape[1] * self.pairs * self.itemsize
+        return numbers * (3 if self.trains_numbers else 1) + self.scratch_bytes()
+
+    def scratch_bytes(self) -> int:
+        """Blocks of the backward pass: scores and their gradient, with room to shift rows."""
+        if not self.trains or self.unfused:
+            return 0
+        per_thread = min(max(fused.BLOCK, self.q.shape[0] * self.q.shape[1] * self.pairs), 4 * fused.BLOCK)
+        return 2 * torch.get_num_threads() * per_thread * self.itemsize
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way that is right, what speaks for it, and what it holds."""
+
+    backend: str
+    name: str
+    why: str
+    num_bytes: int
+
+
+def choose(request: Request, backend: str, memory_limit: int | None) -> Explanation:
+    """The first way of the backend (of all, for "auto") that fits into the limit.
+
+    Raises:
+        ValueError: no way of this backend is right, or none fits into the limit; then with what each would need.
+    """
+    ways = list(_ways(request, backend))
+    for way in ways:
+        if memory_limit is None or way.num_bytes <= memory_limit:
+            why, num_bytes, num_rows = way.why, way.num_bytes, 0
+            if way is not ways[0]:
+                why += f"; {ways[0].name} would hold {_size(ways[0].num_bytes)}, more than memory_limit={memory_limit}"
+            if way.name == "blocks":
+                assert memory_limit is not None
+                num_rows = rows_per_block(request, memory_limit)
+                num_bytes = block_bytes(request, num_rows)
+            return Explanation(way.backend, way.name, why, num_bytes, num_rows)
+    needs = ", ".join(f"{way.backend} ({way.name}) {way.num_bytes}" for way in ways)
+    raise ValueError(f"attend: memory_limit={memory_limit} bytes is less than each way needs: {needs}")
+
+
+def _ways(request: Request, backend: str) -> Iterator[Way]:
+    """The ways that are right, the fastest first."""
+    needs_weights = "value" in request.meets
+    if backend == "sdpa" and needs_weights:
+        raise ValueError(
+            f"attend: backend 'sdpa' has no weights to give to {type(request.encoding).__name__}, use 'explicit'"
+        )
+    if backend in ("auto", "sdpa") and not needs_weights:
+        yield from _sdpa_ways(request, backend)
+    if backend in ("auto", "explicit"):
+        why = "the vectors that meet values need the weights" if needs_weights else "plain tensor code"
+        yield Way("explicit", "whole", why, explicit_bytes(request))
+        yield Way("explicit", "blocks", "some rows of queries at a time", block_bytes(request))
+
+
+def _sdpa_ways(request: Request, backend: str) -> Iterator[Way]:
+    if request.silent and request.on_grids:
+        if not request.is_causal:
+            yield Way("sdpa", "no mask", "nothing is added to the scores", 0)
+            return
+        if request.q_pos == request.k_pos and not request.q_pos.num_prefix_tokens:
+            yield Way("sdpa", "is_causal", "nothing is added to the scores, and tokens stand in the order of places", 0)
+            return
+    dense = request.dense_bytes()
+    rows, obstacle = lattice_rows(request)
+    if rows is None:
+        unfused = request.unfused and request.q.device.type == "cpu" and request.trains_numbers
+        if unfused and backend == "auto":
+            why = f"{request.unfused}; by itself torch has no fused gradient of a mask on the CPU"
+            yield Way("explicit", "whole", why, explicit_bytes(request))
+        yield Way("sdpa", "dense", f"a number for each pair: {obstacle}", dense)
+        return
+    way = "view" if rows.is_view else "bands"
+    num_bytes = rows_bytes(request, rows)
+    num_keys = request.k.shape[2]
+    if num_keys <= max(FEW_KEYS, 2 * request.q.shape[0] * request.q.shape[-1]) and dense <= MAX_DENSE_BYTES:
+        yield Way("sdpa", "dense", f"with {num_keys} keys a number for each pair costs less than a view", dense)
+        yield Way("sdpa", way, "one number per distinct offset", num_bytes)
+    else:
+        yield Way("sdpa", way, "one number per distinct offset, a view of them is the mask", num_bytes)
+        yield Way("sdpa", "dense", "a number for each pair", dense)
+
+
+def lattice_rows(request: Request) -> tuple[Rows | None, str]:
+    """How the numbers lie for a view of them, or why there is no such view."""
+    if request.unfused:
+        return None, request.unfused
+    if not isinstance(request.q_pos, Grid) or not isinstance(request.k_pos, Grid):
+        return None, "Points have no lattice of offsets"
+    if request.adds_scores:
+        return None, "vectors meet the content of each pair"
+    if request.encoding.adds_numbers and not isinstance(request.numbers, LatticeNumbers):
+        return None, "the numbers are not given per distinct offset"
+    mask = request.mask
+    if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1) or mask.shape[3] == 1):
+        return None, "the mask does not only hide keys"
+    if not request.encoding.adds_numbers and not request.is_causal:
+        return None, "there is a mask and no number"
+    lattice, rows = lattice_view(request.q_pos, request.k_pos, is_causal=request.is_causal)
+    if not lattice.rows_fit:
+        return None, "rows of queries and of keys follow one another in unequal steps"
+    if rows.visible is not None and rows.visible < rows.rows_q - 1:
+        return None, "some query sees no key"
+    return rows, ""
+
+
+def lattice_view(q_pos: Grid, k_pos: Grid, *, is_causal: bool) -> tuple[OffsetLattice, Rows]:
+    """The distinct offsets of the tokens with a place, without axes of one token, and how `OffsetLattice.rows` lays them out."""
+    axes = [a for a in range(q_pos.num_axes) if q_pos.shape[a] > 1 or k_pos.shape[a] > 1] or [0]
+    q, k = (
+        Grid(*(g.shape[a] for a in axes), step=[g.step[a] for a in axes], origin=[g.origin[a] for a in axes])
+        for g in (q_pos, k_pos)
+    )
+    visible = None
+    if is_causal:
+        # offset = last query - first key - step * (row of queries, from the last one, + row of keys)
+        last = q.origin[0] + q.step[0] * (q.shape[0] - 1) - k.origin[0]
+        visible = math.floor(last / q.step[0])
+    rows = Rows(q.shape[0], math.prod(q.shape[1:]), k.shape[0], math.prod(k.shape[1:]), visible=visible)
+    return q.lattice(k), rows
+
+
+def rows_bytes(request: Request, rows: Rows) -> int:
+    heads = request.q.shape[1]
+    numbers = heads * rows.width_q * (rows.rows_q + rows.rows_k - 1) * rows.width_k * request.itemsize
+    if not request.trains:
+        numbers //= 1 if rows.is_view else heads  # a head at a time
+    elif request.trains_numbers:
+        numbers *= 3
+    reversed_tokens = 2 * request.q.numel() * request.itemsize
+    return numbers + reversed_tokens + rows.scratch_bytes(request.itemsize) + request.scratch_bytes()
+
+
+def explicit_bytes(request: Request) -> int:
+    """Scores, the same with what is added, weights and dropped weights; in training the gradients of two of them."""
+    return (6 if request.trains else 4) * request.q.shape[0] * request.q.shape[1] * request.pairs * request.itemsize
+
+
+def block_bytes(request: Request, num_rows: int = 1) -> int:
+    """What explicit attention of some rows of queries holds."""
+    pos = request.q_pos
+    width = math.prod(pos.shape[1:]) if isinstance(pos, Grid) else 1
+    queries = min(num_rows * width + pos.num_prefix_tokens, request.q.shape[2])
+    return explicit_bytes(request) * queries // max(request.q.shape[2], 1)
+
+
+def rows_per_block(request: Request, memory_limit: int) -> int:
+    """The most rows of queries whose blocks keep the limit, at least one."""
+    one, two = block_bytes(request, 1), block_bytes(request, 2)
+    return max(1, 1 + (memory_limit - one) // max(two - one, 1))
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Say something once in the life of the process."""
+    warnings.warn(message, stacklevel=2)
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("bytes", "KiB", "MiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.3g} GiB"

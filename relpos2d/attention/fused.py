@@ -1,0 +1,529 @@
+"""Attention through torch's fused CPU kernel with numbers that are learned, and of which a view makes all pairs.
+
+With the order of the queries reversed, the numbers of all pairs are a strided view of those of the distinct offsets
+(`OffsetLattice.rows`), and the kernel reads such a view as its mask. It gives no gradient for a mask, so the
+backward pass is ours: blocks of the scores are made again from the log-sum-exp of each query, and the gradient of a block is
+summed through the same kind of view. Neither pass ever holds the scores of all pairs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from relpos2d.eager import runs_eagerly
+
+kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+#: dtypes that the kernel knows
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+LOG2_E = math.log2(math.e)
+#: the fused kernel takes FULL_BLOCK queries at a time in a call of at least FULL_CALL, SMALL_BLOCK in one of SMALL_CALL
+FULL_CALL, FULL_BLOCK = 768, 256
+SMALL_CALL, SMALL_BLOCK = 256, 64
+#: keys and values of one head that stay in a core's cache beside the scores: shorter calls cost nothing then
+CACHED_KEYS = 2048
+#: scores that a block of the backward pass holds for each thread, and the keys of a block
+BLOCK = 1 << 18
+BLOCK_KEYS = 1024
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the numbers of all pairs lie in ``values`` (groups, heads, width_q, (rows_q + rows_k - 1) * width_k).
+
+    Query x of row y and key j, counted over all rows, have the number ``values[..., x, y * width_k + j]``. One row of queries
+    and one of keys is the dense bias.
+
+    Args:
+        rows_q, width_q: rows of queries, and queries in each.
+        rows_k, width_k: the same of the keys.
+        reverse: the queries come in their own order and are to be reversed.
+        visible: causal, for rows of one token: row y of the queries sees row z of the keys if y + z <= visible.
+    """
+
+    rows_q: int
+    width_q: int
+    rows_k: int
+    width_k: int
+    reverse: bool = True
+    visible: int | None = None
+
+    @property
+    def num_queries(self) -> int:
+        return self.rows_q * self.width_q
+
+    @property
+    def num_keys(self) -> int:
+        return self.rows_k * self.width_k
+
+    @property
+    def is_view(self) -> bool:
+        """Whether one view shows the fused kernel the numbers of all pairs."""
+        return self.rows_q == 1 or self.width_q == 1
+
+    def band(self) -> int:
+        """Rows of queries that go through the fused kernel in one call, where one view cannot show all.
+
+        The kernel takes 256 queries at a time in calls of 768 or more, 64 in shorter ones: the band that leaves the fewest
+        places of such blocks empty, among those of about the wanted size.
+        """
+        wanted, block = (SMALL_CALL, SMALL_BLOCK) if self.num_keys <= CACHED_KEYS else (FULL_CALL, FULL_BLOCK)
+        least = min(self.rows_q, -(-wanted // self.width_q))
+
+        def places(band: int) -> tuple[int, int]:
+            whole, rest = divmod(self.rows_q, band)
+            blocks = whole * -(-band * self.width_q // block) + -(-rest * self.width_q // block)
+            return blocks, band
+
+        return min(range(least, min(self.rows_q, 2 * least) + 1), key=places)
+
+    def band_length(self) -> int:
+        """Numbers of one row of a band's scratch: what its first row of queries needs in the first and in the last band."""
+        last = (-(-self.rows_q // self.band()) - 1) * self.band()
+        return (last + self.rows_k) * self.width_k
+
+    def scratch_bytes(self, itemsize: int) -> int:
+        """What the forward pass needs beside the numbers."""
+        return 0 if self.is_view else self.band() * self.width_q * self.band_length() * itemsize
+
+
+def obstacle(q: Tensor, v: Tensor) -> str:
+    """Why queries and values (B, heads, N, D) cannot go this way, in words; empty if they can."""
+    if not runs_eagerly():
+        return "a compiler or an exporter follows, which fuses by itself"
+    if q.device.type != "cpu":
+        return f"the kernel that takes a view as its mask is the CPU's, and q is on {q.device.type}"
+    if q.dtype not in DTYPES:
+        return f"no fused CPU kernel knows {q.dtype}"
+    if v.shape[-1] != q.shape[-1]:
+        return f"the fused kernel wants values of {q.shape[-1]} channels, as q has, and v has {v.shape[-1]}"
+    if not q.numel() or not v.numel():
+        return "there is nothing to attend to"
+    if v.shape[2] == 1:
+        return "a single key has all the weight, and scores no gradient at all"
+    return ""
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, values: Tensor, rows: Rows, scale: float, dropout_p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Attention with the numbers of `rows`, its output and the log-sum-exp of each query's scores.
+
+    Args:
+        q: (B, heads, Nq, D), any strides.
+        k, v: (B, heads, Nk, D).
+        values: (groups, heads, width_q, ...), see `Rows`; sample b takes group b % groups.
+        scale: of the scores.
+        dropout_p: dropout of the attention weights.
+
+    Returns:
+        (B, heads, Nq, D) and (B, heads, Nq). A query that sees no key has output 0.
+    """
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    # on other dtypes the kernel reads its mask wrongly, without an error
+    values = values.to(dtype).contiguous()
+    # a seed of the common generator, so that a recomputation under checkpoint() drops the same weights
+    seed = int(torch.randint(2**62, ())) if dropout_p else 0
+    out, lse = _Attention.apply(q, k, v, values, rows, scale, dropout_p, seed)
+    return out, lse
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        values: Tensor,
+        rows: Rows,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(q, k, v, values, rows, scale)
+        if dropout_p:
+            out = _dropped(q, k, v, values, lse, rows, scale, dropout_p, seed)
+        ctx.save_for_backward(q, k, v, values, out, lse)
+        ctx.options = rows, scale, dropout_p, seed
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_out is None and d_lse is None:
+            return (None,) * 8
+        grads = _FirstDerivative.apply(d_out, d_lse, *ctx.saved_tensors, ctx.options, ctx.needs_input_grad[3])
+        return (*grads, None, None, None, None)
+
+
+class _FirstDerivative(torch.autograd.Function):
+    """The backward pass as a function of its own, which has no derivative and says so."""
+
+    @staticmethod
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        *tensors, options, need_values = given
+        arguments: tuple[Any, ...] = (*tensors, *options, need_values)
+        return _backward(*arguments)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise RuntimeError(
+            "attend: the fused ways with positions have no second derivative; use attend(..., backend='explicit'), which has"
+        )
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, values: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    if rows.reverse:
+        q = q.flip(-2)
+    if rows.visible is not None:
+        out, lse = _causal(q, k, v, values, rows, scale)
+    elif rows.is_view:
+        out, lse = _view(q, k, v, values, rows, scale)
+    else:
+        out, lse = _bands(q, k, v, values, rows, scale)
+    if rows.reverse:
+        out, lse = out.flip(-2), lse.flip(-1)
+    return out, lse
+
+
+def _view(q: Tensor, k: Tensor, v: Tensor, values: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    groups = values.shape[0]
+    mask = _numbers(values, rows, 0, rows.rows_q, 0, rows.rows_k)
+    if groups == 1:
+        return kernel(q, k, v, 0.0, False, attn_mask=mask.expand(q.shape[0], -1, -1, -1), scale=scale)
+    parts = [
+        kernel(*(x[a : a + groups] for x in (q, k, v)), 0.0, False, attn_mask=mask, scale=scale)
+        for a in range(0, q.shape[0], groups)
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    # in the layout in which the kernel writes, so that heads are merged without another copy
+    out = torch.cat([out.transpose(1, 2) for out, _ in parts]).transpose(1, 2)
+    return out, torch.cat([lse for _, lse in parts])
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, values: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    """Keys that no query of a part can see are left out; inside a part the numbers of the future are -inf."""
+    assert rows.visible is not None
+    part = max(FULL_CALL, -(-rows.rows_q // 8))
+    out = q.new_zeros(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    lse = values.new_full(q.shape[:-1], float("-inf"))
+    for a in range(0, min(rows.rows_q, rows.visible + 1), part):
+        b = min(a + part, rows.rows_q, rows.visible + 1)
+        seen = min(rows.rows_k, rows.visible - a + 1)
+        mask = _numbers(values, rows, a, b - a, 0, seen)
+        out[:, :, a:b], lse[:, :, a:b] = kernel(
+            q[:, :, a:b],
+            k[:, :, :seen],
+            v[:, :, :seen],
+            0.0,
+            False,
+            attn_mask=mask.expand(q.shape[0], -1, -1, -1),
+            scale=scale,
+        )
+    return out, lse
+
+
+def _bands(q: Tensor, k: Tensor, v: Tensor, values: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
+    """One head at a time; a scratch holds the numbers of one band of rows, and the other bands are views of it."""
+    batch, heads, _, dim = q.shape
+    width, band, length = rows.width_q, rows.band(), rows.band_length()
+    whole = rows.rows_q // band
+    scratch = values.new_empty(band, width, length)
+    out = q.new_empty(batch, rows.num_queries, heads, dim).transpose(1, 2)
+    lse = values.new_empty(batch, heads, rows.num_queries)
+    # whole bands, and a last one that is shorter
+    calls = [(0, whole, band)] + ([(whole * band, 1, rows.rows_q - whole * band)] if rows.rows_q % band else [])
+    masks = [
+        scratch.as_strided(
+            (count, batch, size * width, rows.num_keys),
+            (band * rows.width_k, 0, length, 1),
+            first * rows.width_k,
+        )
+        for first, count, size in calls
+    ]
+    for h in range(heads):
+        for y in range(band):
+            # the scratch is longer than what its last rows have, where the last band is short
+            piece = values[0, h, :, y * rows.width_k :][:, :length]
+            scratch[y, :, : piece.shape[-1]] = piece
+        # every band reads them all
+        keys, contents = k[:, h].contiguous(), v[:, h].contiguous()
+        for (first, count, size), mask in zip(calls, masks, strict=True):
+            a, b = first * width, (first + count * size) * width
+            # [B, band * n] -> [band, B, n]: the bands take the place of the batch, the batch that of the heads
+            part, part_lse = kernel(
+                q[:, h, a:b].unflatten(1, (count, -1)).transpose(0, 1),
+                keys.expand(count, -1, -1, -1),
+                contents.expand(count, -1, -1, -1),
+                0.0,
+                False,
+                attn_mask=mask,
+                scale=scale,
+            )
+            out[:, h, a:b] = part.transpose(0, 1).flatten(1, 2)
+            lse[:, h, a:b] = part_lse.transpose(0, 1).flatten(1, 2)
+    return out, lse
+
+
+def _numbers(values: Tensor, rows: Rows, row: int, num_rows: int, key_row: int, num_key_rows: int) -> Tensor:
+    """View (groups, heads, num_rows * width_q, num_key_rows * width_k) of the numbers of some rows, if one view can show them."""
+    groups, heads, width, length = values.shape
+    stride = rows.width_k if width == 1 else length
+    return values.as_strided(
+        (groups, heads, num_rows * width, num_key_rows * rows.width_k),
+        (values.stride(0), values.stride(1), stride, 1),
+        values.storage_offset() + (row + key_row) * rows.width_k,
+    )
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Samples of one head, or heads of one sample, that are worked on together; (pieces, N, D) each."""
+
+    batch: slice
+    heads: slice
+    groups: slice
+
+
+def _pieces(q: Tensor, groups: int, rows: Rows) -> Iterator[_Piece]:
+    """All pairs of samples and heads, in pieces whose scores fill a block. Samples share numbers, so they come first."""
+    batch, heads = q.shape[:2]
+    pairs = rows.num_queries * rows.num_keys
+    threads = torch.get_num_threads()
+    size = max(1, threads * BLOCK // pairs, min(threads, max(batch, heads)))
+    if batch >= heads or batch >= size:
+        run = batch if groups == 1 else groups
+        for h in range(heads):
+            for first in range(0, batch, run):
+                for a in range(0, run, size):
+                    b = min(a + size, run)
+                    shared = slice(0, 1) if groups == 1 else slice(a, b)
+                    yield _Piece(slice(first + a, first + b), slice(h, h + 1), shared)
+    else:
+        for b in range(batch):
+            for a in range(0, heads, size):
+                group = b % groups
+                yield _Piece(slice(b, b + 1), slice(a, min(a + size, heads)), slice(group, group + 1))
+
+
+class _Block:
+    """Scores of some rows of queries against some rows of keys, made again in the backward pass.
+
+    The scratch of the scores' gradient has as many zeros behind each row as the view needs that shifts each row of queries
+    by the width of a row of keys: the pairs of one offset stand in one column there.
+    """
+
+    def __init__(self, rows: Rows, size: int, like: Tensor) -> None:
+        pairs = rows.num_queries * rows.num_keys
+        if pairs <= BLOCK:
+            self.rows_q, self.rows_k = rows.rows_q, rows.rows_k
+        else:
+            self.rows_k = _share(rows.rows_k, max(1, BLOCK_KEYS // rows.width_k))
+            self.rows_q = _share(rows.rows_q, max(1, BLOCK // (self.rows_k * rows.width_k * rows.width_q)))
+        self.rows = rows
+        self.num_keys = self.rows_k * rows.width_k
+        self.pitch = self.num_keys + (self.rows_q - 1) * rows.width_k
+        num_queries = self.rows_q * rows.width_q
+        self._weights = like.new_empty(size, num_queries, self.num_keys)
+        self._gradient = like.new_zeros(size, num_queries, self.pitch)
+
+    def steps(self) -> Iterator[tuple[int, int, int, int]]:
+        """First row and number of rows of the queries, and of the keys, of each block that anyone sees."""
+        rows = self.rows
+        for y in range(0, rows.rows_q, self.rows_q):
+            for z in range(0, rows.rows_k, self.rows_k):
+                if rows.visible is None or y + z <= rows.visible:
+                    yield y, min(self.rows_q, rows.rows_q - y), z, min(self.rows_k, rows.rows_k - z)
+
+    def weights(
+        self, step: tuple[int, int, int, int], q: Tensor, k: Tensor, values: Tensor, lse: Tensor, alpha: float
+    ) -> Tensor:
+        """(pieces, queries, keys): 2 ** (alpha q . k + numbers - lse), all of them for base 2."""
+        y, num_rows, z, num_key_rows = step
+        width, keys = self.rows.width_q, num_key_rows * self.rows.width_k
+        out = self._weights[: len(q), : num_rows * width, :keys]
+        numbers = values.as_strided(
+            (len(values), num_rows, width, keys),
+            (values.stride(0), self.rows.width_k, values.stride(1), 1),
+            values.storage_offset() + (y + z) * self.rows.width_k,
+        )
+        torch.sub(numbers, lse.unflatten(1, (num_rows, width)), out=out.unflatten(1, (num_rows, width)))
+        return out.baddbmm_(q, k.transpose(1, 2), alpha=alpha).exp2_()
+
+    def gradient(self, step: tuple[int, int, int, int], d_out: Tensor, v: Tensor) -> Tensor:
+        """(pieces, queries, keys): the product d_out . v, to become the gradient of the scores in place."""
+        num_queries, keys = step[1] * self.rows.width_q, step[3] * self.rows.width_k
+        if keys < self.num_keys:
+            self._gradient[..., keys:].zero_()
+        return torch.bmm(d_out, v.transpose(1, 2), out=self._gradient[: len(v), :num_queries, :keys])
+
+    def add_to(self, d_values: Tensor, step: tuple[int, int, int, int], num_pieces: int) -> None:
+        """Sum the gradient of the block's scores over the pairs of each offset; over the pieces too if they share numbers."""
+        y, num_rows, z, num_key_rows = step
+        width, width_k = self.rows.width_q, self.rows.width_k
+        span = (num_key_rows + num_rows - 1) * width_k
+        shifted = self._gradient.as_strided(
+            (num_pieces, num_rows, width, span),
+            (self._gradient.stride(0), width * self.pitch - width_k, self.pitch, 1),
+        )
+        target = d_values[..., (y + z) * width_k :][..., :span]
+        if width == 1 and num_rows > 1:  # torch's sum over rows is four times slower than this product
+            ones = shifted.new_ones(1, 1, num_rows).expand(num_pieces, -1, -1)
+            summed = torch.bmm(ones, shifted.squeeze(2))
+        else:
+            summed = shifted.sum(1) if num_rows > 1 else shifted.squeeze(1)
+        target += summed if len(target) == num_pieces else summed.sum(0)
+
+
+def _share(count: int, largest: int) -> int:
+    """The size of the fewest parts of nearly equal size, none above `largest`."""
+    return -(-count // -(-count // min(count, largest)))
+
+
+def _dropout(shape: torch.Size, like: Tensor, p: float, generator: torch.Generator | None) -> Tensor:
+    """0 with probability p, else 1 / (1 - p)."""
+    kept = like.new_empty(shape).bernoulli_(1.0 - p, generator=generator)
+    return kept.div_(1.0 - p) if p < 1.0 else kept
+
+
+def _dropped(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+) -> Tensor:
+    """The output with dropout of the weights, which are made again as in the backward pass, block by block."""
+    worker = _Worker(q, k, v, values, lse, rows, scale, dropout_p, seed)
+    out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
+    for piece in worker.pieces():
+        qs, ks, vs, numbers, ls = worker.take(piece)
+        total = torch.zeros_like(qs)
+        for step in worker.block.steps():
+            i, j = worker.tokens(step)
+            weights = worker.block.weights(step, qs[:, i], ks[:, j], numbers, ls[:, i], scale * LOG2_E)
+            weights.mul_(_dropout(weights.shape, weights, dropout_p, worker.generator))
+            total[:, i].baddbmm_(weights, vs[:, j])
+        worker.put(out, piece, total, reverse=rows.reverse)
+    return out
+
+
+def _backward(
+    d_out: Tensor | None,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    values: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: Rows,
+    scale: float,
+    dropout_p: float,
+    seed: int,
+    need_values: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    d_out = torch.zeros_like(out) if d_out is None else d_out
+    dense = not rows.reverse and len(values) == 1
+    if dense and not need_values and not dropout_p and d_lse is None:
+        # torch's own backward pass does all that is wanted
+        mask = _numbers(values, rows, 0, 1, 0, 1).expand(len(q), -1, -1, -1)
+        d_out = d_out if d_out.stride(-1) == 1 else d_out.contiguous()
+        return (*kernel_backward(d_out, q, k, v, out, lse, 0.0, False, attn_mask=mask, scale=scale), None)
+    worker = _Worker(q, k, v, values, lse, rows, scale, dropout_p, seed)
+    block, reverse = worker.block, rows.reverse
+    d_values = torch.zeros_like(values) if need_values else None
+    # heads first: that is how the pieces are written
+    d_q, d_k, d_v = (x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) for x in (q, k, v))
+    delta = (d_out * out).sum(-1, dtype=values.dtype)
+    delta = delta if d_lse is None else delta - d_lse
+    for piece in worker.pieces():
+        qs, ks, vs, numbers, ls = worker.take(piece)
+        ds = worker.get(d_out, piece, reverse=reverse)
+        deltas = worker.get(delta.unsqueeze(-1), piece, reverse=reverse)
+        gq, gk, gv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+        target = None if d_values is None else d_values[piece.groups, piece.heads].flatten(0, 1)
+        for step in block.steps():
+            i, j = worker.tokens(step)
+            qi, kj, di = qs[:, i], ks[:, j], ds[:, i]
+            weights = block.weights(step, qi, kj, numbers, ls[:, i], scale * LOG2_E)
+            gradient = block.gradient(step, di, vs[:, j])
+            if dropout_p:
+                kept = _dropout(weights.shape, weights, dropout_p, worker.generator)
+                gradient.mul_(kept)
+                gv[:, j].baddbmm_(kept.mul_(weights).transpose(1, 2), di)
+            else:
+                gv[:, j].baddbmm_(weights.transpose(1, 2), di)
+            gradient.sub_(deltas[:, i]).mul_(weights)
+            gq[:, i].baddbmm_(gradient, kj, alpha=scale)
+            gk[:, j].baddbmm_(gradient.transpose(1, 2), qi, alpha=scale)
+            if target is not None:
+                block.add_to(target, step, len(qs))
+        worker.put(d_q, piece, gq, reverse=reverse)
+        worker.put(d_k, piece, gk)
+        worker.put(d_v, piece, gv)
+    return d_q, d_k, d_v, d_values
+
+
+class _Worker:
+    """What the passes over blocks share: the pieces and their tensors, in the dtype of the scores."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        values: Tensor,
+        lse: Tensor,
+        rows: Rows,
+        scale: float,
+        dropout_p: float,
+        seed: int,
+    ) -> None:
+        self.q, self.k, self.v, self.rows = q, k, v, rows
+        self.values, self.lse = values * LOG2_E, (lse * LOG2_E).unsqueeze(-1)
+        self.list = list(_pieces(q, values.shape[0], rows))
+        size = max((p.batch.stop - p.batch.start) * (p.heads.stop - p.heads.start) for p in self.list)
+        self.block = _Block(rows, size, values)
+        self.generator = torch.Generator().manual_seed(seed) if dropout_p else None
+
+    def pieces(self) -> list[_Piece]:
+        return self.list
+
+    def get(self, x: Tensor, piece: _Piece, *, reverse: bool = False) -> Tensor:
+        """(pieces, N, D) of (B, heads, N, D)."""
+        x = x[piece.batch, piece.heads].flatten(0, 1).to(self.values.dtype)
+        return x.flip(1) if reverse else x
+
+    def take(self, piece: _Piece) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys, values, numbers and log-sum-exp of a piece."""
+        reverse = self.rows.reverse
+        q, lse = self.get(self.q, piece, reverse=reverse), self.get(self.lse, piece, reverse=reverse)
+        k, v = self.get(self.k, piece), self.get(self.v, piece)
+        if reverse:  # many blocks: what is read again and again lies close together
+            k, v = k.contiguous(), v.contiguous()
+        return q, k, v, self.values[piece.groups, piece.heads].flatten(0, 1), lse
+
+    def put(self, x: Tensor, piece: _Piece, part: Tensor, *, reverse: bool = False) -> None:
+        target = x[piece.batch, piece.heads]
+        part = part.flip(1) if reverse else part
+        target.copy_(part.view(target.shape))
+
+    def tokens(self, step: tuple[int, int, int, int]) -> tuple[slice, slice]:
+        y, num_rows, z, num_key_rows = step
+        width, width_k = self.rows.width_q, self.rows.width_k
+        return slice(y * width, (y + num_rows) * width), slice(z * width_k, (z + num_key_rows) * width_k)
