@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from relpos2d.attention import explicit, lattice, sdpa
+from relpos2d.attention import explicit, flex, lattice, lowrank, sdpa
 from relpos2d.attention.choice import BACKENDS, Explanation, Request, choose
 from relpos2d.attention.explicit import repeated
 from relpos2d.eager import runs_eagerly
@@ -121,12 +121,18 @@ def attend(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
     )
     explanation = choose(request, backend, memory_limit)
-    out = _run(request, explanation)
+    if explanation.backend == "lowrank":
+        out, error = _lowrank(request)
+        explanation = dataclasses.replace(explanation, error=error)
+    else:
+        out = _run(request, explanation)
     return (out, explanation) if explain else out
 
 
 def _run(request: Request, explanation: Explanation) -> Tensor:
     match explanation.way:
+        case "score_mod":
+            return _flex(request)
         case "no mask" | "is_causal":
             q, k = request.turned()
             causal = explanation.way == "is_causal"
@@ -180,6 +186,40 @@ def _whole(request: Request, *, fused: bool) -> Tensor:
             q, k, v, mask, request.scale, request.dropout_p, lambda weights: encoding.value(weights, q_pos, k_pos)
         )
     return out if seen_queries is None else torch.where(repeated(seen_queries, batch), out, 0)
+
+
+def _flex(request: Request) -> Tensor:
+    numbers = request.numbers if isinstance(request.numbers, LatticeNumbers) else None
+    assert isinstance(request.q_pos, Grid)
+    assert isinstance(request.k_pos, Grid)
+    k, v, mask = request.k, request.v, request.mask
+    if mask is not None:  # what nobody sees may hold anything, also NaN
+        seen = mask if mask.dtype == torch.bool else mask.to(k.dtype) != float("-inf")
+        seen = repeated(seen.any(-2).unsqueeze(-1), k.shape[0])
+        k, v = torch.where(seen, k, 0), torch.where(seen, v, 0)
+    q, k = dataclasses.replace(request, k=k).turned()
+    lattice = request.q_pos.lattice(request.k_pos)
+    return flex.attend(q, k, v, numbers, mask=mask, is_causal=request.is_causal, scale=request.scale, lattice=lattice)
+
+
+def _lowrank(request: Request) -> tuple[Tensor, float]:
+    """The output, and the largest error of the bias."""
+    assert isinstance(request.numbers, LatticeNumbers)
+    k, v, mask = request.k, request.v, request.mask
+    batch, seen_queries = k.shape[0], None
+    if mask is not None:
+        causal = visible(request.q_pos, request.k_pos, is_causal=request.is_causal, device=k.device)
+        mask, seen_queries, seen_keys = _combine_masks(mask, causal, k.dtype)
+        assert mask is not None
+        mask = repeated(mask, batch)
+        if seen_keys is not None:
+            k, v = (torch.where(repeated(seen_keys, batch), x, 0) for x in (k, v))
+    q, k = dataclasses.replace(request, k=k).turned()
+    out, factors = lowrank.attend(
+        q, k, v, request.numbers,
+        mask=mask, is_causal=request.is_causal, scale=request.scale, dropout_p=request.dropout_p,
+    )  # fmt: skip
+    return out if seen_queries is None else torch.where(repeated(seen_queries, batch), out, 0), factors.error
 
 
 def _in_blocks(request: Request, num_rows: int) -> Tensor:

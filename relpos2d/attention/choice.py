@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from relpos2d.attention import fused
+from relpos2d.attention import flex, fused
 from relpos2d.attention.fused import Rows
 from relpos2d.encoding import Encoding, LatticeNumbers
 from relpos2d.positions import Grid, OffsetLattice, Positions
@@ -188,6 +188,12 @@ def _ways(request: Request, backend: str) -> Iterator[Way]:
         raise ValueError(
             f"attend: backend 'sdpa' has no weights to give to {type(request.encoding).__name__}, use 'explicit'"
         )
+    if backend in ("flex", "lowrank"):
+        obstacle = _flex_obstacle(request) if backend == "flex" else _lowrank_obstacle(request)
+        if obstacle:
+            raise ValueError(f"attend: backend '{backend}' {obstacle}")
+        way = _flex_way(request) if backend == "flex" else _lowrank_way(request)
+        yield way
     if backend in ("auto", "sdpa") and not needs_weights:
         yield from _sdpa_ways(request, backend)
     if backend in ("auto", "explicit"):
@@ -211,6 +217,9 @@ def _sdpa_ways(request: Request, backend: str) -> Iterator[Way]:
         if unfused and backend == "auto":
             why = f"{request.unfused}; by itself torch has no fused gradient of a mask on the CPU"
             yield Way("explicit", "whole", why, explicit_bytes(request))
+        if backend == "auto" and request.q.device.type == "cuda" and not _flex_obstacle(request):
+            flexible = _flex_way(request)
+            yield from (flexible,) if dense > MAX_DENSE_BYTES else ()
         yield Way("sdpa", "dense", f"a number for each pair: {obstacle}", dense)
         return
     way = "view" if rows.is_view else "bands"
@@ -222,6 +231,38 @@ def _sdpa_ways(request: Request, backend: str) -> Iterator[Way]:
     else:
         yield Way("sdpa", way, "one number per distinct offset, a view of them is the mask", num_bytes)
         yield Way("sdpa", "dense", "a number for each pair", dense)
+
+
+def _flex_obstacle(request: Request) -> str | None:
+    if request.meets:
+        return "has no vectors that meet the content of pairs"
+    if not request.on_grids or (request.encoding.adds_numbers and not isinstance(request.numbers, LatticeNumbers)):
+        return "needs Grids whose offsets are a lattice"
+    numbers = request.numbers if isinstance(request.numbers, LatticeNumbers) else None
+    return flex.obstacle(request.q, request.k, request.v, numbers, request.mask, request.dropout_p)
+
+
+def _flex_way(request: Request) -> Way:
+    numbers = request.numbers.values.numel() if isinstance(request.numbers, LatticeNumbers) else 0
+    why = "the kernel reads one number per distinct offset"
+    num_bytes = 3 * numbers * request.itemsize
+    if request.q.device.type == "cpu":
+        why = "asked for; on the CPU by torch's unfused path"
+        num_bytes = 2 * explicit_bytes(request)
+    return Way("flex", "score_mod", why, num_bytes)
+
+
+def _lowrank_obstacle(request: Request) -> str | None:
+    if request.meets or not isinstance(request.numbers, LatticeNumbers):
+        return "needs an encoding of numbers between Grids whose offsets are a lattice"
+    if request.trains_numbers and (request.mask is None or not request.mask.requires_grad):
+        return "factors the numbers once and gives them no gradient; use 'auto', or freeze the encoding"
+    return None
+
+
+def _lowrank_way(request: Request) -> Way:
+    tokens = request.q.numel() + request.k.numel() + request.v.numel()
+    return Way("lowrank", "factors", "asked for; not exact", 2 * tokens * request.itemsize + request.scratch_bytes())
 
 
 def lattice_rows(request: Request) -> tuple[Rows | None, str]:

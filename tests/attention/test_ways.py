@@ -440,3 +440,83 @@ def test_checkpointing_drops_the_same_weights_again() -> None:
         grads.append(torch.autograd.grad(out.square().sum(), [q, *encoding.parameters()]))
     for a, b in zip(*grads, strict=True):
         assert torch.equal(a, b)
+
+
+FLEX_SITUATIONS = (
+    "grid and crop",
+    "finer columns",
+    "prefix",
+    "causal with prefix",
+    "padding and prefix",
+    "next tokens",
+)
+
+
+@pytest.mark.filterwarnings("ignore:attend:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:.*flex:RuntimeWarning")
+@pytest.mark.parametrize("situation", [SITUATIONS[name] for name in FLEX_SITUATIONS], ids=FLEX_SITUATIONS)
+@pytest.mark.parametrize("name", ["table", "alibi"])
+def test_flex_through_the_door(name: str, situation: Situation) -> None:
+    queries, keys = situation.queries, situation.keys
+    prefix = max(queries.num_prefix_tokens, keys.num_prefix_tokens)
+    encoding = made(name, Grid(*keys.shape, num_prefix_tokens=prefix))
+    options = situation.options | situation.mask()
+    q, k, v = qkv(queries, keys)
+    out, explanation = attend(q, k, v, encoding, queries, keys, backend="flex", explain=True, **options)
+    assert (explanation.backend, explanation.way) == ("flex", "score_mod")
+    expected = attend(q, k, v, encoding, queries, keys, backend="explicit", **options)
+    assert_close(out, expected)
+    leaves, weight = [q, k, v, *encoding.parameters()], torch.randn_like(out)
+    for a, b in zip(
+        *(torch.autograd.grad((x * weight).sum(), leaves, allow_unused=True) for x in (out, expected)), strict=True
+    ):
+        if b is not None:
+            assert a is not None
+            assert_close(a, b)
+
+
+class TestLowrank:
+    @pytest.mark.parametrize("masked", [False, True])
+    @pytest.mark.parametrize("prefix", [0, 1])
+    def test_causal_alibi_is_told_exact(self, prefix: int, masked: bool) -> None:
+        grid = Grid(20, num_prefix_tokens=prefix)
+        encoding = made("alibi", grid).requires_grad_(False)
+        q, k, v = qkv(grid, grid)
+        options: dict[str, Any] = {"is_causal": True}
+        if masked:
+            options["mask"] = torch.rand(2, 1, 20 + prefix, 20 + prefix) > 0.3
+            options["mask"][0, 0, 5] = False
+        out, told = attend(q, k, v, encoding, grid, backend="lowrank", explain=True, **options)
+        assert (told.backend, told.way) == ("lowrank", "factors")
+        assert told.error < 0.01
+        expected = attend(q, k, v, encoding, grid, backend="explicit", **options)
+        assert (out - expected).abs().max() <= 4 * told.error + 1e-9
+        if told.error > 0:
+            assert f"bias wrong by at most {told.error:.1e}" in str(told)
+
+    def test_is_never_chosen_by_itself(self) -> None:
+        grid = Grid(600)
+        encoding = made("alibi", grid)
+        q, k, v = qkv(grid, grid)
+        assert attend(q, k, v, encoding, grid, is_causal=True, explain=True)[1].backend == "sdpa"
+
+
+@pytest.mark.parametrize(
+    ("backend", "change", "text"),
+    [
+        ("flex", {"dropout_p": 0.1}, "backend 'flex' has no dropout of attention weights"),
+        ("flex", {"q_pos": "points"}, "backend 'flex' needs Grids whose offsets are a lattice"),
+        ("flex", {"name": "vectors"}, "backend 'flex' has no vectors that meet the content of pairs"),
+        ("lowrank", {"name": "rope_axial"}, "backend 'lowrank' needs an encoding of numbers"),
+        ("lowrank", {"name": "table"}, "backend 'lowrank' factors the numbers once and gives them no gradient"),
+        ("lowrank", {"q_pos": "points"}, "backend 'lowrank' needs an encoding of numbers between Grids"),
+        ("sdpa", {"name": "vectors"}, "backend 'sdpa' has no weights to give to PullsAndPushes, use 'explicit'"),
+    ],
+)
+def test_a_backend_that_cannot_do_it_says_so(backend: str, change: dict[str, Any], text: str) -> None:
+    grid = Grid(3, 4)
+    name = change.pop("name", "alibi")
+    encoding = PullsAndPushes(HEADS, DIM, grid) if name == "vectors" else made(name, grid)
+    positions: Positions = grid.points(2) if change.pop("q_pos", None) else grid
+    with refuses(f"attend: {text}"):
+        attend(*qkv(grid, grid), encoding, positions, backend=backend, **change)
