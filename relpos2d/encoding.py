@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -16,9 +16,17 @@ from relpos2d.positions import Grid, OffsetLattice, Positions
 from relpos2d.rotation import Rotation
 
 Role = Literal["query", "key"]
+Made = TypeVar("Made", bound="Sized")
 LAYOUTS = ("interleaved", "half")
-#: a rotation is kept if it is no larger; a larger one takes long to use and little of that to make
-MAX_KEPT_BYTES = 2**21
+#: what is larger is not kept; it takes long to use, and little of that to make
+MAX_KEPT_BYTES = 2**22
+
+
+class Sized(Protocol):
+    """What knows how many bytes it holds."""
+
+    @property
+    def nbytes(self) -> int: ...
 
 
 class Encoding(nn.Module):
@@ -45,6 +53,7 @@ class Encoding(nn.Module):
     paper: ClassVar[str] = ""
 
     strength: Tensor
+    _kept: tuple[tuple[Any, list[Tensor], Any], ...]
 
     def __init__(
         self,
@@ -186,6 +195,43 @@ class Encoding(nn.Module):
                 total = part if total is None else total + part
         return total
 
+    def _recall(self, key: tuple[Any, ...], values: list[Tensor], make: Callable[[], Made], like: Tensor) -> Made:
+        """What `make` gives, or gave before for an equal key and equal values.
+
+        Kept are the newest two of each kind (the first entry of the key), if they need no gradient and are not large. Values are
+        compared and not version counters, which neither a fused optimiser nor a write through `.data` moves. On other devices a
+        comparison would wait for all that was asked for before, so there nothing is kept.
+        """
+        # first, since a compiler can follow nothing of what comes below
+        if not runs_eagerly():
+            return make()
+        values = values + [value for value in vars(self).values() if isinstance(value, Tensor)]
+        for value in (like, *values):
+            if not value.is_cpu or type(value) not in (Tensor, nn.Parameter):
+                return make()
+        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
+            return make()
+        for kept_key, kept_values, made in self._kept:
+            if kept_key == key and all(map(_same, kept_values, values)):
+                return made
+        # a tensor made in inference mode would be refused by the next training step
+        with torch.inference_mode(False), torch.no_grad():
+            made = make()
+            if made.nbytes <= MAX_KEPT_BYTES:
+                entry = (key, [value.detach().clone() for value in values], made)
+                others = [other for other in self._kept if other[0][0] != key[0]]
+                newest = [other for other in self._kept if other[0][0] == key[0]][:1]
+                self.__dict__["_kept"] = (entry, *newest, *others)
+        return made
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute, and forget what was made with another one."""
+        super().__setattr__(name, value)
+        self.__dict__["_kept"] = ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_kept": ()}
+
     def prepare(self, q_pos: Positions, k_pos: Positions | None = None) -> Prepared:
         """Compute the bias once for these positions, to be given to several attend() calls in place of the encoding."""
         k_pos = q_pos if k_pos is None else k_pos
@@ -206,6 +252,10 @@ class LatticeNumbers:
     lattice: OffsetLattice
     values: Float[Tensor, "heads *shape"]
     prefix: Float[Tensor, "3 heads"] | None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes
 
     def bias(self) -> Float[Tensor, "heads queries keys"]:
         """The numbers of all pairs of tokens, prefix tokens included."""
@@ -363,8 +413,12 @@ class NumberEncoding(Encoding):
         # grids whose steps have hardly a common measure have more lattice points than pairs
         if lattice.num_offsets > q_pos.num_places * k_pos.num_places:
             return None
-        values = self._on_lattice(lattice) * self.strength.to(self._dtype)
-        return LatticeNumbers(lattice, values, self._prefix())
+
+        def made() -> LatticeNumbers:
+            values = self._on_lattice(lattice) * self.strength.to(self._dtype)
+            return LatticeNumbers(lattice, values, self._prefix())
+
+        return self._recall(("numbers", q_pos, k_pos), [*self.parameters(), *self.buffers()], made, self.strength)
 
     def _on_lattice(self, lattice: OffsetLattice) -> Float[Tensor, "heads *shape"]:
         """The number of each distinct offset."""
@@ -390,7 +444,6 @@ class RotaryEncoding(Encoding):
     family = "rotation"
 
     layout_half: Tensor
-    _kept: tuple[tuple[Any, list[Tensor], Rotation], ...]
 
     def __init__(
         self,
@@ -448,33 +501,13 @@ class RotaryEncoding(Encoding):
             )
 
     def _rotation(self, x: Tensor, pos: Positions, strength: Tensor | float) -> Rotation:
-        """The rotation of these places for tensors like x, or the same one that was made before.
-
-        Kept are the newest two (of queries and of keys), if they need no gradient, each with the values it was made of. Values
-        are compared and not version counters, which neither a fused optimiser nor a write through `.data` moves. On other devices
-        a comparison would wait for all that was asked for before, so there nothing is kept.
-        """
-        # first, since a compiler can follow nothing of what comes below
-        if not runs_eagerly() or not isinstance(pos, Grid) or self._modules:
+        """The rotation of these places for tensors like x; see `_recall`."""
+        if not isinstance(pos, Grid) or self._modules:
             return self._new_rotation(x, pos, strength)
         values = [value for value in (*self._parameters.values(), *self._buffers.values()) if value is not None]
         values += [strength] if isinstance(strength, Tensor) else []
-        for value in (x, *values):
-            if not value.is_cpu or type(value) not in (Tensor, nn.Parameter):
-                return self._new_rotation(x, pos, strength)
-        if torch.is_grad_enabled() and any(value.requires_grad for value in values):
-            return self._new_rotation(x, pos, strength)
-        key = (pos, x.dtype, None if isinstance(strength, Tensor) else strength)
-        for kept_key, kept_values, kept_rotation in self._kept:
-            if kept_key == key and all(map(_same, kept_values, values)):
-                return kept_rotation
-        # a tensor made in inference mode would be refused by the next training step
-        with torch.inference_mode(False), torch.no_grad():
-            rotation = self._new_rotation(x, pos, strength)
-            if rotation.factors is not None and rotation.factors.nbytes <= MAX_KEPT_BYTES:
-                entry = (key, [value.detach().clone() for value in values], rotation)
-                self.__dict__["_kept"] = (entry, *self._kept[:1])
-        return rotation
+        key = ("rotation", pos, x.dtype, None if isinstance(strength, Tensor) else strength)
+        return self._recall(key, values, lambda: self._new_rotation(x, pos, strength), x)
 
     def _new_rotation(self, x: Tensor, pos: Positions, strength: Tensor | float) -> Rotation:
         # angles grow with the place: in half precision neighbours far from the origin would merge
@@ -483,14 +516,6 @@ class RotaryEncoding(Encoding):
         if pos.num_prefix_tokens:
             angles = nn.functional.pad(angles, (0, 0, pos.num_prefix_tokens, 0))
         return Rotation(angles, self.layout)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, and forget the rotations that were made with another one."""
-        super().__setattr__(name, value)
-        self.__dict__["_kept"] = ()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_kept": ()}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, layout={self.layout!r}"
@@ -624,11 +649,17 @@ class Combined(Encoding):
         known = [part for part in parts if part is not None]
         if not known or len(known) < len(parts) or type(self).bias is not Combined.bias:
             return None
-        values = _sum(part.values for part in known)
-        assert values is not None
-        strength = self.strength.to(values.dtype)
-        prefix = None if self.prefix_bias is None else self.prefix_bias * strength
-        return LatticeNumbers(known[0].lattice, values * strength, prefix)
+
+        def made() -> LatticeNumbers:
+            values = _sum(part.values for part in known)
+            assert values is not None
+            strength = self.strength.to(values.dtype)
+            prefix = None if self.prefix_bias is None else self.prefix_bias * strength
+            return LatticeNumbers(known[0].lattice, values * strength, prefix)
+
+        own = [self.strength] if self.prefix_bias is None else [self.strength, self.prefix_bias]
+        # parts whose numbers are kept give the very same ones again
+        return self._recall(("numbers", *known), own + [part.values for part in known], made, self.strength)
 
     def score(self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float) -> Tensor | None:
         total = _sum(part.score(q, k, q_pos, k_pos, scale) for part in self)

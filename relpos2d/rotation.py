@@ -30,6 +30,10 @@ class Rotation:
             with torch.no_grad():
                 self.factors = _factors(angles, layout)
 
+    @property
+    def nbytes(self) -> int:
+        return self.angles.nbytes if self.factors is None else self.factors.nbytes
+
     def __call__(self, x: Tensor) -> Tensor:
         """x (B, heads, tokens, head_dim), turned at the precision of the angles, in the dtype of x."""
         wide = x if x.dtype == self.dtype else x.to(self.dtype)

@@ -327,7 +327,7 @@ class TestKept:
         assert list(encoding.state_dict()) == names == ["strength", "layout_half"]
 
     def test_not_what_is_large(self) -> None:
-        large = Grid(70, 64)
+        large = Grid(100, 96)
         encoding = create_encoding("rope_mixed", 2, 32, large, layout="half")
         with torch.no_grad():
             encoding.rotate(torch.randn(1, 2, large.num_tokens, 32), large)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Shaped
@@ -15,7 +16,7 @@ from relpos2d.attention import explicit, flex, lattice, lowrank, sdpa
 from relpos2d.attention.choice import BACKENDS, Explanation, Request, choose
 from relpos2d.attention.explicit import repeated
 from relpos2d.eager import runs_eagerly
-from relpos2d.encoding import Encoding, LatticeNumbers, Prepared
+from relpos2d.encoding import MAX_KEPT_BYTES, Encoding, LatticeNumbers, Prepared
 from relpos2d.positions import Grid, Points, Positions, real_tokens, visible
 
 
@@ -154,12 +155,7 @@ def _whole(request: Request, *, fused: bool) -> Tensor:
     """With a number for each pair of tokens, through the fused kernel or in plain tensor code."""
     q, k, v, encoding, q_pos, k_pos = request.q, request.k, request.v, request.encoding, request.q_pos, request.k_pos
     batch = q.shape[0]
-    given = request.mask
-    if given is not None and not request.on_grids:
-        given = repeated(given, batch)
-    mask, seen_queries, seen_keys = _combine_masks(
-        given, visible(q_pos, k_pos, is_causal=request.is_causal, device=q.device), q.dtype
-    )
+    mask, seen_queries, seen_keys = _added(request)
     # what nobody sees may hold anything, also NaN, and 0 * NaN would reach the valid outputs
     real_q = real_tokens(q_pos)
     if real_q is not None:
@@ -167,13 +163,6 @@ def _whole(request: Request, *, fused: bool) -> Tensor:
     if seen_keys is not None:
         k, v = (torch.where(repeated(seen_keys, batch), x, 0) for x in (k, v))
 
-    bias = request.numbers
-    if isinstance(bias, LatticeNumbers):
-        bias = bias.bias()
-    elif bias is None:
-        bias = encoding.bias(q_pos, k_pos)
-    if bias is not None:
-        mask = bias if mask is None else mask + bias
     score = encoding.score(q, k, q_pos, k_pos, request.scale)
     if score is not None:
         mask = score if mask is None else repeated(mask, batch) + score
@@ -186,6 +175,62 @@ def _whole(request: Request, *, fused: bool) -> Tensor:
             q, k, v, mask, request.scale, request.dropout_p, lambda weights: encoding.value(weights, q_pos, k_pos)
         )
     return out if seen_queries is None else torch.where(repeated(seen_queries, batch), out, 0)
+
+
+Added = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def _added(request: Request) -> Added:
+    """What is added to the scores but for vectors, and who is seen: see `_combine_masks`.
+
+    An encoding in evaluation gives the very same numbers again and again; what was made of them and of an equal mask is kept
+    with them, from their second use on.
+    """
+    numbers, mask = request.numbers, request.mask
+    if not isinstance(numbers, LatticeNumbers) or request.trains_numbers or not request.q.is_cpu or not runs_eagerly():
+        return _all_added(request)
+    key = request.q_pos, request.k_pos, request.is_causal, request.q.dtype
+    if numbers not in _KEPT:
+        _KEPT[numbers] = None
+        return _all_added(request)
+    kept = _KEPT[numbers]
+    if kept is not None:
+        kept_key, kept_mask, added = kept
+        same_mask = kept_mask is mask is None or (
+            kept_mask is not None
+            and mask is not None
+            and kept_mask.dtype == mask.dtype
+            and torch.equal(kept_mask, mask)
+        )
+        if kept_key == key and same_mask:
+            return added
+    # a tensor made in inference mode would be refused by the next training step
+    with torch.inference_mode(False), torch.no_grad():
+        added = _all_added(request)
+        if sum(x.nbytes for x in added if x is not None) <= MAX_KEPT_BYTES:
+            _KEPT[numbers] = key, None if mask is None else mask.clone(), added
+    return added
+
+
+_KEPT: WeakKeyDictionary[LatticeNumbers, tuple[object, Tensor | None, Added] | None] = WeakKeyDictionary()
+
+
+def _all_added(request: Request) -> Added:
+    q, q_pos, k_pos = request.q, request.q_pos, request.k_pos
+    given = request.mask
+    if given is not None and not request.on_grids:
+        given = repeated(given, q.shape[0])
+    mask, seen_queries, seen_keys = _combine_masks(
+        given, visible(q_pos, k_pos, is_causal=request.is_causal, device=q.device), q.dtype
+    )
+    bias = request.numbers
+    if isinstance(bias, LatticeNumbers):
+        bias = bias.bias()
+    elif bias is None:
+        bias = request.encoding.bias(q_pos, k_pos)
+    if bias is not None:
+        mask = bias if mask is None else mask + bias
+    return mask, seen_queries, seen_keys
 
 
 def _flex(request: Request) -> Tensor:

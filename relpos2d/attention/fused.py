@@ -412,7 +412,7 @@ def _dropped(
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
     for piece in worker.pieces():
         qs, ks, vs, numbers, ls = worker.take(piece)
-        total = torch.zeros_like(qs)
+        total = qs.new_zeros(qs.shape)
         for step in worker.block.steps():
             i, j = worker.tokens(step)
             weights = worker.block.weights(step, qs[:, i], ks[:, j], numbers, ls[:, i], scale * LOG2_E)
@@ -455,7 +455,8 @@ def _backward(
         qs, ks, vs, numbers, ls = worker.take(piece)
         ds = worker.get(d_out, piece, reverse=reverse)
         deltas = worker.get(delta.unsqueeze(-1), piece, reverse=reverse)
-        gq, gk, gv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+        # in one piece, whatever the strides of the inputs: only then are the products of all pieces one call
+        gq, gk, gv = (x.new_zeros(x.shape) for x in (qs, ks, vs))
         target = None if d_values is None else d_values[piece.groups, piece.heads].flatten(0, 1)
         for step in block.steps():
             i, j = worker.tokens(step)
