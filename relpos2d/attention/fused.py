@@ -29,9 +29,10 @@ FULL_CALL, FULL_BLOCK = 768, 256
 SMALL_CALL, SMALL_BLOCK = 256, 64
 #: keys and values of one head that stay in a core's cache beside the scores: shorter calls cost nothing then
 CACHED_KEYS = 2048
-#: scores that a block of the backward pass holds for each thread, and the keys of a block
+#: scores that a block of the backward pass holds for each thread, the keys of a block, and scores of small blocks done at once
 BLOCK = 1 << 18
 BLOCK_KEYS = 1024
+PIECE = 3 << 17
 
 
 @dataclass(frozen=True)
@@ -295,25 +296,31 @@ class _Piece:
     groups: slice
 
 
-def _pieces(q: Tensor, groups: int, rows: Rows) -> Iterator[_Piece]:
-    """All pairs of samples and heads, in pieces whose scores fill a block. Samples share numbers, so they come first."""
+def _pieces(q: Tensor, groups: int, rows: Rows) -> tuple[list[_Piece], bool]:
+    """All pairs of samples and heads, in pieces whose scores fill a cache; and whether a piece is of one head.
+
+    Samples share numbers, so they come first if there are enough of them.
+    """
     batch, heads = q.shape[:2]
-    pairs = rows.num_queries * rows.num_keys
     threads = torch.get_num_threads()
-    size = max(1, threads * BLOCK // pairs, min(threads, max(batch, heads)))
-    if batch >= heads or batch >= size:
-        run = batch if groups == 1 else groups
-        for h in range(heads):
-            for first in range(0, batch, run):
-                for a in range(0, run, size):
-                    b = min(a + size, run)
-                    shared = slice(0, 1) if groups == 1 else slice(a, b)
-                    yield _Piece(slice(first + a, first + b), slice(h, h + 1), shared)
-    else:
-        for b in range(batch):
-            for a in range(0, heads, size):
-                group = b % groups
-                yield _Piece(slice(b, b + 1), slice(a, min(a + size, heads)), slice(group, group + 1))
+    largest = max(threads * PIECE // (rows.num_queries * rows.num_keys), min(threads, max(batch, heads)), 1)
+    if batch < heads and batch < largest:
+        size = _share(heads, largest)
+        return [
+            _Piece(slice(b, b + 1), slice(a, min(a + size, heads)), slice(b % groups, b % groups + 1))
+            for b in range(batch)
+            for a in range(0, heads, size)
+        ], False
+    run = batch if groups == 1 else groups
+    size = _share(run, largest)
+    pieces = []
+    for h in range(heads):
+        for first in range(0, batch, run):
+            for a in range(0, run, size):
+                b = min(a + size, run)
+                shared = slice(0, 1) if groups == 1 else slice(a, b)
+                pieces.append(_Piece(slice(first + a, first + b), slice(h, h + 1), shared))
+    return pieces, True
 
 
 class _Block:
@@ -336,6 +343,11 @@ class _Block:
         num_queries = self.rows_q * rows.width_q
         self._weights = like.new_empty(size, num_queries, self.num_keys)
         self._gradient = like.new_zeros(size, num_queries, self.pitch)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether one block has all pairs of tokens."""
+        return self.rows_q == self.rows.rows_q and self.rows_k == self.rows.rows_k
 
     def steps(self) -> Iterator[tuple[int, int, int, int]]:
         """First row and number of rows of the queries, and of the keys, of each block that anyone sees."""
@@ -447,15 +459,21 @@ def _backward(
     worker = _Worker(q, k, v, values, lse, rows, scale, dropout_p, seed)
     block, reverse = worker.block, rows.reverse
     d_values = torch.zeros_like(values) if need_values else None
-    # heads first: that is how the pieces are written
-    d_q, d_k, d_v = (x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) for x in (q, k, v))
+    # laid out as the pieces are: only what is written in one piece is written by one product
+    d_q, d_k, d_v = (
+        x.new_empty(x.shape[1], x.shape[0], *x.shape[2:]).transpose(0, 1) if worker.by_head else x.new_empty(x.shape)
+        for x in (q, k, v)
+    )
+    if not reverse and not dropout_p and d_lse is None and block.is_whole and q.dtype == values.dtype:
+        _backward_at_once(worker, d_out, d_q, d_k, d_v, d_values, scale)
+        return d_q, d_k, d_v, d_values
     delta = (d_out * out).sum(-1, dtype=values.dtype)
     delta = delta if d_lse is None else delta - d_lse
     for piece in worker.pieces():
         qs, ks, vs, numbers, ls = worker.take(piece)
         ds = worker.get(d_out, piece, reverse=reverse)
         deltas = worker.get(delta.unsqueeze(-1), piece, reverse=reverse)
-        # in one piece, whatever the strides of the inputs: only then are the products of all pieces one call
+        # not zeros_like, which has the strides of the inputs: see above
         gq, gk, gv = (x.new_zeros(x.shape) for x in (qs, ks, vs))
         target = None if d_values is None else d_values[piece.groups, piece.heads].flatten(0, 1)
         for step in block.steps():
@@ -480,6 +498,25 @@ def _backward(
     return d_q, d_k, d_v, d_values
 
 
+def _backward_at_once(
+    worker: _Worker, d_out: Tensor, d_q: Tensor, d_k: Tensor, d_v: Tensor, d_values: Tensor | None, scale: float
+) -> None:
+    """The same where a block has all pairs of tokens: nothing to add up, and the weights of each query are all there."""
+    block = worker.block
+    (step,) = block.steps()
+    for piece in worker.pieces():
+        q, k, v, numbers, lse = worker.take(piece)
+        d_piece = worker.get(d_out, piece)
+        weights = block.weights(step, q, k, numbers, lse, scale * LOG2_E)
+        gradient = block.gradient(step, d_piece, v)
+        torch.bmm(weights.transpose(1, 2), d_piece, out=worker.part(d_v, piece))
+        torch.ops.aten._softmax_backward_data.out(gradient, weights, -1, weights.dtype, grad_input=gradient)
+        worker.part(d_q, piece).baddbmm_(gradient, k, beta=0, alpha=scale)
+        worker.part(d_k, piece).baddbmm_(gradient.transpose(1, 2), q, beta=0, alpha=scale)
+        if d_values is not None:
+            block.add_to(d_values[piece.groups, piece.heads].flatten(0, 1), step, len(q))
+
+
 class _Worker:
     """What the passes over blocks share: the pieces and their tensors, in the dtype of the scores."""
 
@@ -497,7 +534,7 @@ class _Worker:
     ) -> None:
         self.q, self.k, self.v, self.rows = q, k, v, rows
         self.values, self.lse = values * LOG2_E, (lse * LOG2_E).unsqueeze(-1)
-        self.list = list(_pieces(q, values.shape[0], rows))
+        self.list, self.by_head = _pieces(q, values.shape[0], rows)
         size = max((p.batch.stop - p.batch.start) * (p.heads.stop - p.heads.start) for p in self.list)
         self.block = _Block(rows, size, values)
         self.generator = torch.Generator().manual_seed(seed) if dropout_p else None
@@ -518,6 +555,11 @@ class _Worker:
         if reverse:  # many blocks: what is read again and again lies close together
             k, v = k.contiguous(), v.contiguous()
         return q, k, v, self.values[piece.groups, piece.heads].flatten(0, 1), lse
+
+    def part(self, x: Tensor, piece: _Piece) -> Tensor:
+        """View (pieces, N, D) of (B, heads, N, D)."""
+        part = x[piece.batch, piece.heads]
+        return part.view(-1, *part.shape[2:])
 
     def put(self, x: Tensor, piece: _Piece, part: Tensor, *, reverse: bool = False) -> None:
         target = x[piece.batch, piece.heads]

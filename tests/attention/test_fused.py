@@ -35,6 +35,7 @@ def sizes(request, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param != "one block":
         monkeypatch.setattr(fused, "BLOCK", 30)
         monkeypatch.setattr(fused, "BLOCK_KEYS", 7)
+        monkeypatch.setattr(fused, "PIECE", 50)
         for name, value in (("FULL_CALL", 9), ("FULL_BLOCK", 4), ("SMALL_CALL", 5), ("SMALL_BLOCK", 2)):
             monkeypatch.setattr(fused, name, value)
     if request.param == "small calls":
@@ -111,8 +112,12 @@ def test_pieces_cover_each_sample_and_head_once(batch: int, heads: int) -> None:
     for groups in {1, batch, 3 if batch % 3 == 0 else 1}:
         q = torch.zeros(batch, heads, 6, 2)
         count = torch.zeros(batch, heads)
-        for piece in fused._pieces(q, groups, Rows(1, 6, 1, 6, reverse=False)):
+        pieces, by_head = fused._pieces(q, groups, Rows(1, 6, 1, 6, reverse=False))
+        for piece in pieces:
             count[piece.batch, piece.heads] += 1
+            sizes = [len(range(batch)[piece.batch]), len(range(heads)[piece.heads])]
+            assert 1 in sizes
+            assert not by_head or sizes[1] == 1
             shared = piece.groups.stop - piece.groups.start
             assert shared == 1 or [b % groups for b in range(batch)[piece.batch]] == list(range(groups)[piece.groups])
         assert (count == 1).all()

@@ -28,6 +28,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(choice, "MAX_DENSE_BYTES", 0)
     monkeypatch.setattr(fused, "BLOCK", 60)
     monkeypatch.setattr(fused, "BLOCK_KEYS", 12)
+    monkeypatch.setattr(fused, "PIECE", 100)
     for name, value in (("FULL_CALL", 9), ("FULL_BLOCK", 4), ("SMALL_CALL", 5), ("SMALL_BLOCK", 2)):
         monkeypatch.setattr(fused, name, value)
 
