@@ -323,6 +323,17 @@ def _pieces(q: Tensor, groups: int, rows: Rows) -> tuple[list[_Piece], bool]:
     return pieces, True
 
 
+@dataclass(frozen=True)
+class _Step:
+    """Some rows of queries against some rows of keys."""
+
+    row: int
+    num_rows: int
+    key_row: int
+    num_key_rows: int
+    key_block: int
+
+
 class _Block:
     """Scores of some rows of queries against some rows of keys, made again in the backward pass.
 
@@ -335,34 +346,48 @@ class _Block:
         if pairs <= BLOCK:
             self.rows_q, self.rows_k = rows.rows_q, rows.rows_k
         else:
-            self.rows_k = _share(rows.rows_k, max(1, BLOCK_KEYS // rows.width_k))
+            # along the edge of the future half a block of keys is for nothing
+            keys = BLOCK_KEYS if rows.visible is None else BLOCK_KEYS // 2
+            self.rows_k = _share(rows.rows_k, max(1, keys // rows.width_k))
             self.rows_q = _share(rows.rows_q, max(1, BLOCK // (self.rows_k * rows.width_k * rows.width_q)))
         self.rows = rows
         self.num_keys = self.rows_k * rows.width_k
         self.pitch = self.num_keys + (self.rows_q - 1) * rows.width_k
         num_queries = self.rows_q * rows.width_q
+        self.num_queries = num_queries
         self._weights = like.new_empty(size, num_queries, self.num_keys)
-        self._gradient = like.new_zeros(size, num_queries, self.pitch)
+        self._product = like.new_empty(size, num_queries, self.num_keys)
+        self._gradient = like.new_zeros(size, num_queries, self.pitch) if self.pitch > self.num_keys else self._product
 
     @property
     def is_whole(self) -> bool:
         """Whether one block has all pairs of tokens."""
         return self.rows_q == self.rows.rows_q and self.rows_k == self.rows.rows_k
 
-    def steps(self) -> Iterator[tuple[int, int, int, int]]:
-        """First row and number of rows of the queries, and of the keys, of each block that anyone sees."""
+    def steps(self) -> Iterator[tuple[slice, list[_Step]]]:
+        """Queries, and the steps through the keys that any of them sees, for all blocks of rows of queries."""
         rows = self.rows
         for y in range(0, rows.rows_q, self.rows_q):
-            for z in range(0, rows.rows_k, self.rows_k):
-                if rows.visible is None or y + z <= rows.visible:
-                    yield y, min(self.rows_q, rows.rows_q - y), z, min(self.rows_k, rows.rows_k - z)
+            num_rows = min(self.rows_q, rows.rows_q - y)
+            steps = [
+                _Step(y, num_rows, z, min(self.rows_k, rows.rows_k - z), z // self.rows_k)
+                for z in range(0, rows.rows_k, self.rows_k)
+                if rows.visible is None or y + z <= rows.visible
+            ]
+            yield slice(y * rows.width_q, (y + num_rows) * rows.width_q), steps
 
-    def weights(
-        self, step: tuple[int, int, int, int], q: Tensor, k: Tensor, values: Tensor, lse: Tensor, alpha: float
-    ) -> Tensor:
+    def keys(self, step: _Step) -> slice:
+        width = self.rows.width_k
+        return slice(step.key_row * width, (step.key_row + step.num_key_rows) * width)
+
+    def sums(self, keys: Tensor) -> Tensor:
+        """Zeros (blocks of keys, pieces, keys of a block, D) to add up what concerns (pieces, keys, D)."""
+        return keys.new_zeros(-(-self.rows.rows_k // self.rows_k), len(keys), self.num_keys, keys.shape[-1])
+
+    def weights(self, step: _Step, q: Tensor, k: Tensor, values: Tensor, lse: Tensor, alpha: float) -> Tensor:
         """(pieces, queries, keys): 2 ** (alpha q . k + numbers - lse), all of them for base 2."""
-        y, num_rows, z, num_key_rows = step
-        width, keys = self.rows.width_q, num_key_rows * self.rows.width_k
+        y, num_rows, z = step.row, step.num_rows, step.key_row
+        width, keys = self.rows.width_q, step.num_key_rows * self.rows.width_k
         out = self._weights[: len(q), : num_rows * width, :keys]
         numbers = values.as_strided(
             (len(values), num_rows, width, keys),
@@ -372,16 +397,20 @@ class _Block:
         torch.sub(numbers, lse.unflatten(1, (num_rows, width)), out=out.unflatten(1, (num_rows, width)))
         return out.baddbmm_(q, k.transpose(1, 2), alpha=alpha).exp2_()
 
-    def gradient(self, step: tuple[int, int, int, int], d_out: Tensor, v: Tensor) -> Tensor:
-        """(pieces, queries, keys): the product d_out . v, to become the gradient of the scores in place."""
-        num_queries, keys = step[1] * self.rows.width_q, step[3] * self.rows.width_k
+    def product(self, d_out: Tensor, v: Tensor) -> Tensor:
+        """(pieces, queries, keys): d_out . v, the gradient of the weights."""
+        return torch.bmm(d_out, v.transpose(1, 2), out=self._product[: len(v), : d_out.shape[1], : v.shape[1]])
+
+    def gradient(self, product: Tensor, delta: Tensor, weights: Tensor) -> Tensor:
+        """(pieces, queries, keys): weights * (product - delta), the gradient of the scores, where `add_to` finds it."""
+        _, queries, keys = product.shape
         if keys < self.num_keys:
             self._gradient[..., keys:].zero_()
-        return torch.bmm(d_out, v.transpose(1, 2), out=self._gradient[: len(v), :num_queries, :keys])
+        return torch.mul(product.sub_(delta), weights, out=self._gradient[: len(product), :queries, :keys])
 
-    def add_to(self, d_values: Tensor, step: tuple[int, int, int, int], num_pieces: int) -> None:
+    def add_to(self, d_values: Tensor, step: _Step, num_pieces: int) -> None:
         """Sum the gradient of the block's scores over the pairs of each offset; over the pieces too if they share numbers."""
-        y, num_rows, z, num_key_rows = step
+        y, num_rows, z, num_key_rows = step.row, step.num_rows, step.key_row, step.num_key_rows
         width, width_k = self.rows.width_q, self.rows.width_k
         span = (num_key_rows + num_rows - 1) * width_k
         shifted = self._gradient.as_strided(
@@ -425,11 +454,12 @@ def _dropped(
     for piece in worker.pieces():
         qs, ks, vs, numbers, ls = worker.take(piece)
         total = qs.new_zeros(qs.shape)
-        for step in worker.block.steps():
-            i, j = worker.tokens(step)
-            weights = worker.block.weights(step, qs[:, i], ks[:, j], numbers, ls[:, i], scale * LOG2_E)
-            weights.mul_(_dropout(weights.shape, weights, dropout_p, worker.generator))
-            total[:, i].baddbmm_(weights, vs[:, j])
+        for i, steps in worker.block.steps():
+            for step in steps:
+                j = worker.block.keys(step)
+                weights = worker.block.weights(step, qs[:, i], ks[:, j], numbers, ls[:, i], scale * LOG2_E)
+                weights.mul_(_dropout(weights.shape, weights, dropout_p, worker.generator))
+                total[:, i].baddbmm_(weights, vs[:, j])
         worker.put(out, piece, total, reverse=rows.reverse)
     return out
 
@@ -473,25 +503,31 @@ def _backward(
         qs, ks, vs, numbers, ls = worker.take(piece)
         ds = worker.get(d_out, piece, reverse=reverse)
         deltas = worker.get(delta.unsqueeze(-1), piece, reverse=reverse)
-        # not zeros_like, which has the strides of the inputs: see above
-        gq, gk, gv = (x.new_zeros(x.shape) for x in (qs, ks, vs))
+        # block by block, and not zeros_like, which has the strides of the inputs: see above
+        gq = qs.new_empty(qs.shape)
+        gk, gv = (block.sums(ks) for _ in range(2))
         target = None if d_values is None else d_values[piece.groups, piece.heads].flatten(0, 1)
-        for step in block.steps():
-            i, j = worker.tokens(step)
-            qi, kj, di = qs[:, i], ks[:, j], ds[:, i]
-            weights = block.weights(step, qi, kj, numbers, ls[:, i], scale * LOG2_E)
-            gradient = block.gradient(step, di, vs[:, j])
-            if dropout_p:
-                kept = _dropout(weights.shape, weights, dropout_p, worker.generator)
-                gradient.mul_(kept)
-                gv[:, j].baddbmm_(kept.mul_(weights).transpose(1, 2), di)
-            else:
-                gv[:, j].baddbmm_(weights.transpose(1, 2), di)
-            gradient.sub_(deltas[:, i]).mul_(weights)
-            gq[:, i].baddbmm_(gradient, kj, alpha=scale)
-            gk[:, j].baddbmm_(gradient.transpose(1, 2), qi, alpha=scale)
-            if target is not None:
-                block.add_to(target, step, len(qs))
+        for i, steps in block.steps():
+            qi, di, li, deltai = qs[:, i], ds[:, i], ls[:, i], deltas[:, i]
+            total = qs.new_zeros(qi.shape)
+            for step in steps:
+                j, b = block.keys(step), step.key_block
+                kj = ks[:, j]
+                weights = block.weights(step, qi, kj, numbers, li, scale * LOG2_E)
+                product = block.product(di, vs[:, j])
+                if dropout_p:
+                    kept = _dropout(weights.shape, weights, dropout_p, worker.generator)
+                    product.mul_(kept)
+                    gv[b][:, : kj.shape[1]].baddbmm_(kept.mul_(weights).transpose(1, 2), di)
+                else:
+                    gv[b][:, : kj.shape[1]].baddbmm_(weights.transpose(1, 2), di)
+                gradient = block.gradient(product, deltai, weights)
+                total.baddbmm_(gradient, kj, alpha=scale)
+                gk[b][:, : kj.shape[1]].baddbmm_(gradient.transpose(1, 2), qi, alpha=scale)
+                if target is not None:
+                    block.add_to(target, step, len(qs))
+            gq[:, i] = total
+        gk, gv = (x.transpose(0, 1).flatten(1, 2)[:, : rows.num_keys] for x in (gk, gv))
         worker.put(d_q, piece, gq, reverse=reverse)
         worker.put(d_k, piece, gk)
         worker.put(d_v, piece, gv)
@@ -503,12 +539,12 @@ def _backward_at_once(
 ) -> None:
     """The same where a block has all pairs of tokens: nothing to add up, and the weights of each query are all there."""
     block = worker.block
-    (step,) = block.steps()
+    ((_, (step,)),) = block.steps()
     for piece in worker.pieces():
         q, k, v, numbers, lse = worker.take(piece)
         d_piece = worker.get(d_out, piece)
         weights = block.weights(step, q, k, numbers, lse, scale * LOG2_E)
-        gradient = block.gradient(step, d_piece, v)
+        gradient = block.product(d_piece, v)
         torch.bmm(weights.transpose(1, 2), d_piece, out=worker.part(d_v, piece))
         torch.ops.aten._softmax_backward_data.out(gradient, weights, -1, weights.dtype, grad_input=gradient)
         worker.part(d_q, piece).baddbmm_(gradient, k, beta=0, alpha=scale)
@@ -564,9 +600,4 @@ class _Worker:
     def put(self, x: Tensor, piece: _Piece, part: Tensor, *, reverse: bool = False) -> None:
         target = x[piece.batch, piece.heads]
         part = part.flip(1) if reverse else part
-        target.copy_(part.view(target.shape))
-
-    def tokens(self, step: tuple[int, int, int, int]) -> tuple[slice, slice]:
-        y, num_rows, z, num_key_rows = step
-        width, width_k = self.rows.width_q, self.rows.width_k
-        return slice(y * width, (y + num_rows) * width), slice(z * width_k, (z + num_key_rows) * width_k)
+        target.copy_(part.reshape(target.shape))
