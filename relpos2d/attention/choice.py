@@ -13,6 +13,7 @@ from torch import Tensor
 
 from relpos2d.attention import flex, fused
 from relpos2d.attention.fused import Rows
+from relpos2d.eager import runs_eagerly
 from relpos2d.encoding import Encoding, LatticeNumbers
 from relpos2d.positions import Grid, OffsetLattice, Positions
 
@@ -134,6 +135,18 @@ class Request:
         """Why the ways through torch's fused CPU kernel are closed; empty if they are open."""
         return fused.obstacle(self.q, self.v)
 
+    @property
+    def slow(self) -> str:
+        """Why nothing is fast here whatever the positions are; empty if something is, or if it does not matter."""
+        device, dtype = self.q.device.type, self.q.dtype
+        if self.silent or not runs_eagerly():
+            return ""
+        if device not in ("cpu", "cuda", "meta"):
+            return f"no fast way is known on {device}"
+        if (device == "cpu" and dtype not in fused.DTYPES) or (device == "cuda" and dtype == torch.float64):
+            return f"no fused kernel on {device} knows {dtype}"
+        return ""
+
     def dense_bytes(self) -> int:
         """A number for each pair, of all samples if they differ, and its gradient."""
         samples = 1 if self.mask is None else self.mask.shape[0]
@@ -167,6 +180,8 @@ def choose(request: Request, backend: str, memory_limit: int | None) -> Explanat
         ValueError: no way of this backend is right, or none fits into the limit; then with what each would need.
     """
     ways = list(_ways(request, backend))
+    if request.slow and backend in ("auto", "sdpa"):
+        warn_once(f"attend: {request.slow}; positions are added in a slower way, which is right")
     for way in ways:
         if memory_limit is None or way.num_bytes <= memory_limit:
             why, num_bytes, num_rows = way.why, way.num_bytes, 0
@@ -306,13 +321,13 @@ def lattice_view(q_pos: Grid, k_pos: Grid, *, is_causal: bool) -> tuple[OffsetLa
 
 def rows_bytes(request: Request, rows: Rows) -> int:
     heads = request.q.shape[1]
-    numbers = heads * rows.width_q * (rows.rows_q + rows.rows_k - 1) * rows.width_k * request.itemsize
-    if not request.trains:
-        numbers //= 1 if rows.is_view else heads  # a head at a time
+    numbers = rows.unfolded_bytes(heads, request.itemsize)
+    if not torch.is_grad_enabled() and not rows.is_view:
+        numbers = min(numbers, max(fused.SCRATCH_BYTES, rows.unfolded_bytes(1, request.itemsize)))
     elif request.trains_numbers:
         numbers *= 3
     reversed_tokens = 2 * request.q.numel() * request.itemsize
-    return numbers + reversed_tokens + rows.scratch_bytes(request.itemsize) + request.scratch_bytes()
+    return numbers + reversed_tokens + rows.scratch_bytes(heads, request.itemsize) + request.scratch_bytes()
 
 
 def explicit_bytes(request: Request) -> int:

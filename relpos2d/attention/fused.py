@@ -29,6 +29,7 @@ FULL_CALL, FULL_BLOCK = 768, 256
 SMALL_CALL, SMALL_BLOCK = 256, 64
 #: keys and values of one head that stay in a core's cache beside the scores: shorter calls cost nothing then
 CACHED_KEYS = 2048
+SCRATCH_BYTES = 1 << 22
 #: scores that a block of the backward pass holds for each thread, the keys of a block, and scores of small blocks done at once
 BLOCK = 1 << 18
 BLOCK_KEYS = 1024
@@ -90,9 +91,20 @@ class Rows:
         last = (-(-self.rows_q // self.band()) - 1) * self.band()
         return (last + self.rows_k) * self.width_k
 
-    def scratch_bytes(self, itemsize: int) -> int:
+    def unfolded_bytes(self, heads: int, itemsize: int) -> int:
+        """What the numbers of these rows take."""
+        return heads * self.width_q * (self.rows_q + self.rows_k - 1) * self.width_k * itemsize
+
+    def heads_at_once(self, heads: int, itemsize: int) -> int:
+        """Heads whose scratches fit into a cache together, at least one."""
+        one = self.band() * self.width_q * self.band_length() * itemsize
+        return max(1, min(heads, SCRATCH_BYTES // one))
+
+    def scratch_bytes(self, heads: int, itemsize: int) -> int:
         """What the forward pass needs beside the numbers."""
-        return 0 if self.is_view else self.band() * self.width_q * self.band_length() * itemsize
+        if self.is_view:
+            return 0
+        return self.heads_at_once(heads, itemsize) * self.band() * self.width_q * self.band_length() * itemsize
 
 
 def obstacle(q: Tensor, v: Tensor) -> str:
@@ -235,44 +247,45 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, values: Tensor, rows: Rows, scale: 
 
 
 def _bands(q: Tensor, k: Tensor, v: Tensor, values: Tensor, rows: Rows, scale: float) -> tuple[Tensor, Tensor]:
-    """One head at a time; a scratch holds the numbers of one band of rows, and the other bands are views of it."""
+    """A scratch holds the numbers of one band of rows for some heads, and the other bands are views of it."""
     batch, heads, _, dim = q.shape
     width, band, length = rows.width_q, rows.band(), rows.band_length()
-    whole = rows.rows_q // band
-    scratch = values.new_empty(band, width, length)
+    at_once = rows.heads_at_once(heads, values.itemsize)
+    scratch = values.new_empty(at_once, band, width, length)
     out = q.new_empty(batch, rows.num_queries, heads, dim).transpose(1, 2)
     lse = values.new_empty(batch, heads, rows.num_queries)
     # whole bands, and a last one that is shorter
-    calls = [(0, whole, band)] + ([(whole * band, 1, rows.rows_q - whole * band)] if rows.rows_q % band else [])
-    masks = [
-        scratch.as_strided(
-            (count, batch, size * width, rows.num_keys),
-            (band * rows.width_k, 0, length, 1),
-            first * rows.width_k,
-        )
-        for first, count, size in calls
-    ]
-    for h in range(heads):
+    whole, rest = divmod(rows.rows_q, band)
+    calls = [(0, whole, band)] + ([(whole * band, 1, rest)] if rest else [])
+    for h in range(0, heads, at_once):
+        group = slice(h, min(h + at_once, heads))
+        numbers = values[0, group]
         for y in range(band):
             # the scratch is longer than what its last rows have, where the last band is short
-            piece = values[0, h, :, y * rows.width_k :][:, :length]
-            scratch[y, :, : piece.shape[-1]] = piece
+            piece = numbers[..., y * rows.width_k :][..., :length]
+            scratch[: len(numbers), y, :, : piece.shape[-1]] = piece
         # every band reads them all
-        keys, contents = k[:, h].contiguous(), v[:, h].contiguous()
-        for (first, count, size), mask in zip(calls, masks, strict=True):
-            a, b = first * width, (first + count * size) * width
-            # [B, band * n] -> [band, B, n]: the bands take the place of the batch, the batch that of the heads
-            part, part_lse = kernel(
-                q[:, h, a:b].unflatten(1, (count, -1)).transpose(0, 1),
-                keys.expand(count, -1, -1, -1),
-                contents.expand(count, -1, -1, -1),
-                0.0,
-                False,
-                attn_mask=mask,
-                scale=scale,
+        keys, contents = k[:, group].contiguous(), v[:, group].contiguous()
+        for first, count, size in calls:
+            tokens = slice(first * width, (first + count * size) * width)
+            mask = scratch.as_strided(
+                (count, len(numbers), size * width, rows.num_keys),
+                (band * rows.width_k, scratch.stride(0), length, 1),
+                first * rows.width_k,
             )
-            out[:, h, a:b] = part.transpose(0, 1).flatten(1, 2)
-            lse[:, h, a:b] = part_lse.transpose(0, 1).flatten(1, 2)
+            for sample in range(batch):
+                # [heads, bands * n] -> [bands, heads, n]: the bands take the place of the batch
+                part, part_lse = kernel(
+                    q[sample, group, tokens].unflatten(1, (count, -1)).transpose(0, 1),
+                    keys[sample].expand(count, -1, -1, -1),
+                    contents[sample].expand(count, -1, -1, -1),
+                    0.0,
+                    False,
+                    attn_mask=mask,
+                    scale=scale,
+                )
+                out[sample, group, tokens] = part.transpose(0, 1).flatten(1, 2)
+                lse[sample, group, tokens] = part_lse.transpose(0, 1).flatten(1, 2)
     return out, lse
 
 

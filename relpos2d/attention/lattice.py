@@ -73,13 +73,15 @@ def _among_places(request: Request, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
             numbers = numbers.masked_fill(future, float("-inf"))
         return fused.attend(q[:, heads], k[:, heads], v[:, heads], numbers[None], rows, scale, request.dropout_p)
 
-    if rows.is_view or torch.is_grad_enabled():
+    at_once = max(1, fused.SCRATCH_BYTES // rows.unfolded_bytes(1, values.itemsize))
+    if rows.is_view or torch.is_grad_enabled() or at_once >= heads:
         out, lse = attended(slice(None))
-    else:  # never the unfolded numbers of more than one head
+    else:  # never the unfolded numbers of all heads
         out = q.new_empty(q.shape[0], q.shape[2], heads, q.shape[-1]).transpose(1, 2)
         lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-        for h in range(heads):
-            out[:, h : h + 1], lse[:, h : h + 1] = attended(slice(h, h + 1))
+        for h in range(0, heads, at_once):
+            group = slice(h, min(h + at_once, heads))
+            out[:, group], lse[:, group] = attended(group)
     return out[..., :dim], lse
 
 

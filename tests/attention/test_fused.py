@@ -36,6 +36,7 @@ def sizes(request, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(fused, "BLOCK", 30)
         monkeypatch.setattr(fused, "BLOCK_KEYS", 7)
         monkeypatch.setattr(fused, "PIECE", 50)
+        monkeypatch.setattr(fused, "SCRATCH_BYTES", 5000)
         for name, value in (("FULL_CALL", 9), ("FULL_BLOCK", 4), ("SMALL_CALL", 5), ("SMALL_BLOCK", 2)):
             monkeypatch.setattr(fused, name, value)
     if request.param == "small calls":

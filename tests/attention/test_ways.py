@@ -29,6 +29,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "BLOCK", 60)
     monkeypatch.setattr(fused, "BLOCK_KEYS", 12)
     monkeypatch.setattr(fused, "PIECE", 100)
+    monkeypatch.setattr(fused, "SCRATCH_BYTES", 5000)
     for name, value in (("FULL_CALL", 9), ("FULL_BLOCK", 4), ("SMALL_CALL", 5), ("SMALL_BLOCK", 2)):
         monkeypatch.setattr(fused, name, value)
 
@@ -521,3 +522,17 @@ def test_a_backend_that_cannot_do_it_says_so(backend: str, change: dict[str, Any
     positions: Positions = grid.points(2) if change.pop("q_pos", None) else grid
     with refuses(f"attend: {text}"):
         attend(*qkv(grid, grid), encoding, positions, backend=backend, **change)
+
+
+def test_a_dtype_without_a_fast_way_is_right_and_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = Grid(600)
+    encoding = made("table", grid)
+    q, k, v = qkv(grid, grid)
+    expected = attend(q, k, v, encoding, grid)
+    monkeypatch.setattr(fused, "DTYPES", (torch.float32,))
+    choice.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="no fused kernel on cpu knows torch.float64"):
+        out, explanation = attend(q, k, v, encoding, grid, explain=True)
+    assert explanation.way in ("dense", "whole")
+    assert_close(out, expected)
+    attend(q, k, v, encoding, grid)  # a second warning would be an error
