@@ -23,7 +23,8 @@ from relpos2d.backbones import swap
 from relpos2d.encoding import Encoding
 from relpos2d.encodings import EncodingInfo, create_encoding, encoding_class, encoding_options, list_encodings
 from relpos2d.positions import Grid
-from relpos2d.tools.bench import DTYPES, MODES, bench, cases_table, choose_cases, result_table
+from relpos2d.tools.bench import DTYPES, bench, result_table
+from relpos2d.tools.cases import MODES, cases_table, choose_cases
 from relpos2d.tools.check import MAX_PLACES, CheckError, check
 from relpos2d.tools.plot import plot_maps
 

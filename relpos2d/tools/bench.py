@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import difflib
 import gc
-import importlib
 import json
 import math
 import os
 import platform
 import random
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -27,14 +24,14 @@ from torch import Tensor, nn
 from relpos2d.attention import attend
 from relpos2d.encoding import Encoding
 from relpos2d.encodings import create_encoding, encoding_class, list_encodings
-from relpos2d.positions import Grid
+from relpos2d.tools.cases import Case, aligned, case_mask
 from relpos2d.tools.memory import limited_memory, peak_bytes
-from relpos2d.tools.plot import INK, MUTED, _matplotlib_figure
+from relpos2d.tools.plot import INK, MUTED, matplotlib_figure
+from relpos2d.tools.rivals import Attention, Rival, fused, imported, rivals_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MODES = ("forward", "training")
 DTYPES = {str(dtype).split(".")[1]: dtype for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
 NO_POSITION = "no position"
 
@@ -48,70 +45,6 @@ TICKS = (0.1, 0.2, 0.3, 0.5, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.35, 1.5, 1.75, 2, 2.5
 COLOURS = {"ours": ("relpos2d", "#1f77b4"), "rival": ("what else one would take", "#d95f02")}
 #: of the cases of a panel
 MARKERS = "osD^vP<>X*ph"
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class Case:
-    """One piece of work that all contestants do.
-
-    Args:
-        name: of the command line.
-        kind: the panel of the picture it goes to.
-        queries: places of the queries, and of the keys if `keys` is None.
-        keys: places of the keys.
-        batch: samples; images, where there are windows.
-        num_windows: windows of an image along each axis; each is a sample of its own.
-        is_shifted: with the mask of Swin's shifted windows, shifted by half a window.
-        model: name of a timm model that is the work, in place of one attention.
-        groups: names that choose it too, besides those that its kind and mode give.
-        on_request: chosen by its name only.
-    """
-
-    name: str
-    kind: str
-    queries: Grid
-    keys: Grid | None = None
-    batch: int = 1
-    num_heads: int = 8
-    head_dim: int = 64
-    mode: str = "forward"
-    is_causal: bool = False
-    num_windows: tuple[int, ...] = ()
-    is_shifted: bool = False
-    model: str = ""
-    groups: tuple[str, ...] = ()
-    on_request: bool = False
-
-    @property
-    def all_groups(self) -> tuple[str, ...]:
-        """Every group that the case belongs to."""
-        if self.on_request:
-            return ()
-        by_mode = ("training",) if self.mode == "training" and not self.model else ()
-        causal = ("causal",) if self.is_causal else ()
-        return (_GROUP_OF_KIND[self.kind], *by_mode, *causal, *self.groups, "all")
-
-    @property
-    def key_grid(self) -> Grid:
-        return self.queries if self.keys is None else self.keys
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of one attention: images times windows."""
-        return self.batch * math.prod(self.num_windows)
-
-    def __str__(self) -> str:
-        if self.model:
-            return f"{self.model}, batch {self.batch}, {self.mode}"
-        tokens = str(self.queries.num_tokens)
-        if self.keys is not None:
-            tokens += f" x {self.keys.num_tokens}"
-        words = [f"{self.num_samples} x {self.num_heads} heads x {tokens} tokens x {self.head_dim} channels"]
-        words += ["shifted"] if self.is_shifted else []
-        words += ["causal"] if self.is_causal else []
-        return ", ".join([*words, self.mode])
 
 
 @dataclass(frozen=True)
@@ -169,113 +102,10 @@ class CaseResult:
     orders: list[list[str]]
 
 
-@dataclass(frozen=True)
-class Rival:
-    """What a user would take in place of an encoding of ours.
-
-    Args:
-        name: of its row.
-        package: whose code it is; the rival is left out where it cannot be imported.
-        same_as: the encoding of ours that computes the same.
-        applies: whether it can do the work of a case.
-        build: the attention, and its learned parameters.
-    """
-
-    name: str
-    package: str
-    same_as: str
-    applies: Callable[[Case], bool]
-    build: Callable[[Case, Tensor | None, torch.device, torch.dtype], tuple[Attention, list[nn.Parameter]]]
-
-
 @dataclass
 class _Contestant:
     result: Result
     run: Callable[[], object]
-
-
-def standard_cases() -> list[Case]:
-    """The cases of the command line, by name; in the order in which they run."""
-    cases = []
-    for side, quick in ((7, ("quick",)), (12, ())):
-        window: dict[str, Any] = {
-            "kind": "windows",
-            "queries": Grid(side, side),
-            "batch": 4,
-            "num_windows": (8, 8),
-            "num_heads": 3,
-            "head_dim": 32,
-        }
-        name = f"windows-{side}x{side}"
-        cases += [
-            Case(name, groups=quick, **window),
-            Case(f"{name}-shifted", is_shifted=True, **window),
-            Case(f"{name}-training", mode="training", groups=quick, **window),
-            Case(f"{name}-shifted-training", mode="training", is_shifted=True, **window),
-        ]
-    for length in (1024, 2048, 4096, 8192):
-        quick = ("quick",) if length == 1024 else ()
-        cases.append(Case(f"1d-{length}", "sequence", Grid(length), groups=quick))
-        if length in (1024, 4096):
-            cases.append(Case(f"1d-{length}-training", "sequence", Grid(length), mode="training"))
-    cases.append(Case("1d-32768-training", "sequence", Grid(32768), mode="training", on_request=True))
-    cases.append(Case("causal-1024", "sequence", Grid(1024), is_causal=True))
-    cases.append(Case("causal-4096", "sequence", Grid(4096), is_causal=True))
-    for side in (32, 64, 96):
-        quick = ("quick",) if side == 32 else ()
-        cases.append(Case(f"2d-{side}x{side}", "image grid", Grid(side, side), groups=quick))
-        if side < 96:
-            cases.append(Case(f"2d-{side}x{side}-training", "image grid", Grid(side, side), mode="training"))
-    patches = Grid(14, 14, num_prefix_tokens=1)
-    cases.append(Case("vit-14x14", "image grid", patches, num_heads=6))
-    cases.append(Case("vit-14x14-batch8", "image grid", patches, batch=8, num_heads=6))
-    cases.append(Case("decode-8192", "decode", Grid(1, origin=8191), Grid(8192), groups=("quick",)))
-    for model, shape, num_heads in (
-        ("swin_tiny_patch4_window7_224", (7, 7), 3),
-        ("swinv2_tiny_window8_256", (8, 8), 3),
-        ("vit_small_patch16_224", (14, 14), 6),
-    ):
-        for mode in MODES:
-            short = model.split("_patch")[0].split("_window")[0]
-            quick = ("quick",) if (short, mode) == ("swin_tiny", "forward") else ()
-            name = f"{short}-{'evaluation' if mode == 'forward' else mode}"
-            cases.append(
-                Case(name, "model", Grid(*shape), model=model, mode=mode, batch=2, num_heads=num_heads, groups=quick)
-            )
-    return cases
-
-
-def choose_cases(names: Sequence[str] = ("quick",), *, mode: str | None = None, batch: int | None = None) -> list[Case]:
-    """The standard cases that names of cases and groups choose, each once, in their own order.
-
-    Args:
-        names: of cases or groups.
-        mode: only cases that are "forward" or "training".
-        batch: samples (images) in place of those of the case.
-
-    Raises:
-        ValueError: an unknown name (with the nearest right one), or nothing left to run.
-    """
-    cases = standard_cases()
-    known = list(dict.fromkeys(name for case in cases for name in (*case.all_groups, case.name)))
-    for name in names:
-        if name not in known:
-            close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-            nearest = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"bench: unknown case {name!r}; {nearest}`relpos2d bench --list` shows all")
-    if mode is not None and mode not in MODES:
-        raise ValueError(f"bench: mode={mode!r} must be one of {', '.join(MODES)}")
-    chosen = [case for case in cases if {case.name, *case.all_groups} & set(names) and mode in (None, case.mode)]
-    if not chosen:
-        raise ValueError(f"bench: no case of {', '.join(names)} has mode={mode!r}")
-    return chosen if batch is None else [replace(case, batch=batch) for case in chosen]
-
-
-def cases_table() -> str:
-    """Name, work and groups of every standard case, as aligned text."""
-    rows = [["case", "work", "groups"]]
-    rows += [[case.name, str(case), ", ".join(case.all_groups) or "(only by its name)"] for case in standard_cases()]
-    return _aligned(rows)
 
 
 def bench(
@@ -331,7 +161,7 @@ def bench(
         if encoding_class(name).family == "absolute":
             raise ValueError(f"bench: encoding {name!r} is absolute and no part of attention; give relative ones")
     if output is not None and plot:
-        _matplotlib_figure("bench")
+        matplotlib_figure("bench")
     return _run(
         cases,
         list(dict.fromkeys(encodings)),
@@ -445,7 +275,7 @@ def result_table(result: CaseResult, *, markdown: bool = False) -> str:
         rows.insert(1, ["---"] * len(header))
         lines += ["", *(f"| {' | '.join(row)} |" for row in rows)]
     else:
-        lines.append(_aligned(rows))
+        lines.append(aligned(rows))
     left_out = [f"left out: {name} ({reason})" for name, reason in result.left_out.items()]
     return "\n".join([*lines, *([""] if markdown and left_out else []), *left_out])
 
@@ -456,7 +286,7 @@ def draw(results: Sequence[CaseResult], path: str | Path) -> None:
     Raises:
         ImportError: matplotlib is missing.
     """
-    figure_class = _matplotlib_figure("bench")
+    figure_class = matplotlib_figure("bench")
     kinds = list(dict.fromkeys(result.case.kind for result in results))
     panels = [[result for result in results if result.case.kind == kind] for kind in kinds]
     sizes = []
@@ -522,30 +352,6 @@ def _draw_panel(axis: Axes, results: Sequence[CaseResult]) -> None:
         axis.spines[side].set_visible(False)
 
 
-def rivals_of(case: Case) -> list[Rival]:
-    """The rivals that can do the work of a case, whether or not their packages are there."""
-    has_steps = any(step != 1 for grid in (case.queries, case.key_grid) for step in grid.step)
-    return [] if has_steps else [rival for rival in RIVALS if rival.applies(case)]
-
-
-def case_mask(case: Case, device: torch.device | str, dtype: torch.dtype) -> Tensor | None:
-    """What is added to the scores of the windows of a case, (samples, 1, tokens, tokens); None without shifted windows.
-
-    As in Swin: -100 where query and key lie on different sides of the seam that the shift makes in the image.
-    """
-    if not case.is_shifted:
-        return None
-    sides = []
-    for count, size in zip(case.num_windows, case.queries.shape, strict=True):
-        place = torch.arange(count * size, device=device).reshape(count, size)
-        sides.append((place >= count * size - size // 2).long())
-    rows, columns = sides  # (windows along the axis, tokens along the axis)
-    region = 2 * rows[:, None, :, None] + columns[None, :, None, :]
-    region = region.flatten(2).flatten(0, 1)
-    differ = region[:, :, None] != region[:, None, :]
-    return (-100.0 * differ.to(dtype)).repeat(case.batch, 1, 1).unsqueeze(1)
-
-
 def _contestants(
     case: Case, encodings: list[str], with_rivals: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[list[_Contestant], dict[str, str]]:
@@ -574,7 +380,7 @@ def _contestants(
         entrants.append((Result("timm", "timm", "rival"), partial(_their_model, case, images)))
     for rival in rivals_of(case) if with_rivals else ():
         try:
-            _import(rival.package)
+            imported(rival.package)
         except ImportError:
             left_out[rival.name] = f"{rival.package} is not installed"
             continue
@@ -620,7 +426,7 @@ def _attention_work(
 def _no_position(
     case: Case, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, result: Result
 ) -> Callable[[], object]:
-    return _attention_work(case, lambda q, k, v: _fused(q, k, v, mask, case.is_causal), inputs, [])
+    return _attention_work(case, lambda q, k, v: fused(q, k, v, mask, case.is_causal), inputs, [])
 
 
 def _rival_work(
@@ -635,6 +441,8 @@ def _our_work(
 ) -> Callable[[], object]:
     q = inputs[0]
     encoding = our_encoding(case, name, q.device, q.dtype)
+    # the windows of one image: attend() repeats it for all images, as a swapped Swin has it
+    mask = None if mask is None else mask[: math.prod(case.num_windows)]
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attend(q, k, v, encoding, case.queries, case.keys, mask=mask, is_causal=case.is_causal)
@@ -830,230 +638,3 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
 def _shortened(text: str, length: int = 100) -> str:
     text = " ".join(text.split())
     return text if len(text) <= length else text[: length - 3] + "..."
-
-
-def _aligned(rows: list[list[str]]) -> str:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(line.rstrip() for line in lines)
-
-
-def _import(package: str, module: str = "") -> Any:
-    with warnings.catch_warnings():  # some of them script functions, which torch has deprecated
-        warnings.simplefilter("ignore")
-        importlib.import_module(package)
-        return importlib.import_module(f"{package}.{module}" if module else package)
-
-
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool = False) -> Tensor:
-    if mask is not None:
-        mask = mask.expand(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    return nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal)
-
-
-def _dense_mask(case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-    """What someone with a dense bias adds to it: the mask of the windows, or that of the future."""
-    if not case.is_causal:
-        return mask
-    length = case.queries.num_tokens
-    return torch.full((length, length), float("-inf"), device=device, dtype=dtype).triu(1)
-
-
-def _offset_index(case: Case, device: torch.device) -> tuple[Tensor, int]:
-    """Row of a table for each pair of tokens, as Swin lays it out, with BEiT's three rows for prefix tokens at its end."""
-    sizes = case.key_grid.shape
-    offsets = case.queries.coords(device=device)[:, None] - case.key_grid.coords(device=device)[None]
-    index = torch.zeros(offsets.shape[:2], dtype=torch.long, device=device)
-    for axis, size in enumerate(sizes):
-        index = index * (2 * size - 1) + offsets[..., axis].long() + size - 1
-    num_rows = math.prod(2 * size - 1 for size in sizes)
-    num_prefix = case.key_grid.num_prefix_tokens
-    if not num_prefix:
-        return index, num_rows
-    whole = index.new_full((case.queries.num_tokens, case.key_grid.num_tokens), num_rows + 2)
-    whole[:num_prefix, num_prefix:] = num_rows
-    whole[num_prefix:, :num_prefix] = num_rows + 1
-    whole[num_prefix:, num_prefix:] = index
-    return whole, num_rows + 3
-
-
-def _gathered(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    """An index of all pairs, a gather in every call, a dense bias into the fused kernel."""
-    index, num_rows = _offset_index(case, device)
-    table = nn.Parameter(0.1 * torch.randn(num_rows, case.num_heads, device=device, dtype=dtype))
-    added = _dense_mask(case, mask, device, dtype)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = table[index.flatten()].unflatten(0, tuple(index.shape)).permute(2, 0, 1).contiguous().unsqueeze(0)
-        return _fused(q, k, v, bias if added is None else bias + added)
-
-    return attention, [table]
-
-
-def _cached(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    """The dense bias gathered once, with the mask in it, and kept: only the fused kernel is left to do."""
-    index, num_rows = _offset_index(case, device)
-    table = nn.Parameter(0.1 * torch.randn(num_rows, case.num_heads, device=device, dtype=dtype), requires_grad=False)
-    bias = table[index].permute(2, 0, 1).contiguous().unsqueeze(0)
-    added = _dense_mask(case, mask, device, dtype)
-    bias = bias if added is None else bias + added
-    return lambda q, k, v: _fused(q, k, v, bias), [table]
-
-
-def _timm_table(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    """The bias of timm's WindowAttention, fused or not as timm itself decides; without its projections."""
-    module_class = _import("timm", "models.swin_transformer").WindowAttention
-    width = case.num_heads * case.head_dim
-    module = module_class(width, case.num_heads, window_size=case.queries.shape, device=device, dtype=dtype)
-    table = module.relative_position_bias_table
-    with torch.no_grad():
-        table.add_(0.1 * torch.randn_like(table))
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = module._get_rel_pos_bias()
-        if module.fused_attn:
-            return _fused(q, k, v, bias if mask is None else bias + mask)
-        scores = (q * module.scale) @ k.transpose(-2, -1) + bias
-        if mask is not None:
-            scores = scores + mask
-        return scores.softmax(dim=-1) @ v
-
-    return attention, [table]
-
-
-def _rotary(
-    case: Case, mask: Tensor | None, turn_query: Callable[[Tensor], Tensor], turn_key: Callable[[Tensor], Tensor]
-) -> Attention:
-    """Fused attention around rotations of the tokens behind the prefix."""
-    num_prefix = case.queries.num_prefix_tokens
-
-    def turned(x: Tensor, turn: Callable[[Tensor], Tensor]) -> Tensor:
-        if not num_prefix:
-            return turn(x)
-        return torch.cat((x[:, :, :num_prefix], turn(x[:, :, num_prefix:])), dim=2)
-
-    return lambda q, k, v: _fused(turned(q, turn_query), turned(k, turn_key), v, mask, case.is_causal)
-
-
-def _timm_rope_axial(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    layers = _import("timm", "layers")
-    options = {"temperature": 100.0, "in_pixels": False, "grid_indexing": "ij", "device": device}
-    rope = layers.RotaryEmbeddingCat(case.head_dim, feat_shape=list(case.queries.shape), **options)
-
-    def turn(x: Tensor) -> Tensor:
-        return layers.apply_rot_embed_cat(x, rope.get_embed())
-
-    return _rotary(case, mask, turn, turn), []
-
-
-def _timm_rope_mixed(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    layers = _import("timm", "layers")
-    width, shape = case.num_heads * case.head_dim, list(case.queries.shape)
-    rope = layers.RotaryEmbeddingMixed(width, 1, case.num_heads, feat_shape=shape, grid_indexing="xy").to(device, dtype)
-    num_prefix = case.queries.num_prefix_tokens
-
-    def turned(x: Tensor, embed: Tensor) -> Tensor:
-        if not num_prefix:
-            return layers.apply_rot_embed_cat(x, embed)
-        return torch.cat((x[:, :, :num_prefix], layers.apply_rot_embed_cat(x[:, :, num_prefix:], embed)), dim=2)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        embed = rope.get_embed()[0]  # learned, so that it is made once in each call
-        return _fused(turned(q, embed), turned(k, embed), v, mask, case.is_causal)
-
-    return attention, [rope.freqs]
-
-
-def _lucidrains_rope(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    module = _import("rotary_embedding_torch")
-    shape = case.key_grid.shape
-    rope = module.RotaryEmbedding(case.head_dim // len(shape), theta=100, cache_max_seq_len=max(shape)).to(device)
-    if len(shape) > 1:
-        freqs = rope.get_axial_freqs(*shape).flatten(0, -2)
-        turn = lambda x: module.apply_rotary_emb(freqs, x)  # noqa: E731
-        return _rotary(case, mask, turn, turn), []
-    first = int(case.queries.origin[0])
-    turn_query = lambda x: rope.rotate_queries_or_keys(x, offset=first)  # noqa: E731
-    return _rotary(case, mask, turn_query, rope.rotate_queries_or_keys), []
-
-
-def _transformers_t5(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    """T5's bias, computed in every call and handed to the fused kernel as a dense mask."""
-    module = _import("transformers", "models.t5.modeling_t5")
-    config = _import("transformers").T5Config(
-        d_model=case.head_dim, d_kv=case.head_dim, num_heads=case.num_heads, is_decoder=case.is_causal
-    )
-    t5 = module.T5Attention(config, has_relative_attention_bias=True, layer_idx=0).to(device, dtype)
-    num_queries, num_keys = case.queries.num_tokens, case.key_grid.num_tokens
-    added = _dense_mask(case, mask, device, dtype)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = t5.compute_bias(num_queries, num_keys, device=device, past_seen_tokens=num_keys - num_queries)
-        return _fused(q, k, v, bias if added is None else bias + added)
-
-    return attention, [t5.relative_attention_bias.weight]
-
-
-def _x_transformers_alibi(
-    case: Case, mask: Tensor | None, device: torch.device, dtype: torch.dtype
-) -> tuple[Attention, list[nn.Parameter]]:
-    """The dense bias of x-transformers, which it keeps after the first call."""
-    alibi = _import("x_transformers", "x_transformers").AlibiPositionalBias(case.num_heads).to(device, dtype)
-    num_queries, num_keys = case.queries.num_tokens, case.key_grid.num_tokens
-    added = _dense_mask(case, mask, device, dtype)
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        bias = alibi(num_queries, num_keys).to(dtype).unsqueeze(0)
-        return _fused(q, k, v, bias if added is None else bias + added)
-
-    return attention, []
-
-
-def _is_attention(case: Case) -> bool:
-    return not case.model
-
-
-def _is_window(case: Case) -> bool:
-    return case.kind == "windows" and case.key_grid.num_axes == 2
-
-
-def _is_image(case: Case) -> bool:
-    return not case.model and case.key_grid.num_axes == 2 and case.keys is None
-
-
-def _is_sequence(case: Case) -> bool:
-    return not case.model and case.key_grid.num_axes == 1 and not case.key_grid.num_prefix_tokens
-
-
-RIVALS = [
-    Rival("table, gathered in each call", "torch", "table", _is_attention, _gathered),
-    Rival("table, kept as a dense bias", "torch", "table", lambda c: _is_attention(c) and c.mode == "forward", _cached),
-    Rival("timm WindowAttention's bias", "timm", "table", _is_window, _timm_table),
-    Rival("timm RotaryEmbeddingCat", "timm", "rope_axial", _is_image, _timm_rope_axial),
-    Rival("timm RotaryEmbeddingMixed", "timm", "rope_mixed", _is_image, _timm_rope_mixed),
-    Rival("rotary-embedding-torch", "rotary_embedding_torch", "rope_axial", _is_attention, _lucidrains_rope),
-    Rival("x-transformers ALiBi", "x_transformers", "alibi", _is_sequence, _x_transformers_alibi),
-    Rival("transformers T5 bias", "transformers", "t5", _is_sequence, _transformers_t5),
-]
-
-_GROUP_OF_KIND = {
-    "windows": "windows",
-    "sequence": "sequence",
-    "image grid": "image",
-    "decode": "decode",
-    "model": "models",
-}

@@ -94,7 +94,7 @@ def plot_maps(
     """
     if max_layers < 1 or max_heads < 1:
         raise ValueError(f"plot_maps: max_layers={max_layers} and max_heads={max_heads} must be at least 1")
-    figure_class = _matplotlib_figure("plot_maps")
+    figure_class = matplotlib_figure("plot_maps")
     layers = _layers(source)
     if not layers:
         raise ValueError("plot_maps: there is no relative encoding to draw; swap() puts one into a model")
@@ -139,7 +139,7 @@ def plot_encodings(path: str | Path, *, grid: Grid | None = None, seed: int = 4)
     Raises:
         ImportError: matplotlib is missing.
     """
-    figure_class = _matplotlib_figure("plot_encodings")
+    figure_class = matplotlib_figure("plot_encodings")
     grid = Grid(15, 21) if grid is None else grid
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -171,7 +171,7 @@ def plot_encodings(path: str | Path, *, grid: Grid | None = None, seed: int = 4)
     figure.savefig(path, dpi=160)
 
 
-def _matplotlib_figure(who: str) -> type[Figure]:
+def matplotlib_figure(who: str) -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

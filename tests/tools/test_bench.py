@@ -7,55 +7,30 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
 import torch
 from PIL import Image
-from timm.models.swin_transformer import SwinTransformerBlock
 from torch import Tensor
 
-from relpos2d import Grid, attend, create_encoding, list_encodings
+from relpos2d import Grid, list_encodings
 from relpos2d.cli import main
 from relpos2d.tools import bench as bench_module
-from relpos2d.tools.bench import (
-    RIVALS,
-    Case,
-    Rival,
-    bench,
-    case_mask,
-    cases_table,
-    choose_cases,
-    draw,
-    median_ratio,
-    our_encoding,
-    result_table,
-    rivals_of,
-    standard_cases,
-)
+from relpos2d.tools import cases as cases_module
+from relpos2d.tools.bench import bench, draw, median_ratio, our_encoding, result_table
+from relpos2d.tools.cases import Case
 from relpos2d.tools.memory import available_bytes, limited_memory
-from tests.oracles import gradients
+from relpos2d.tools.rivals import RIVALS, imported, rivals_of
 from tests.refusals import refuses
-from tests.tolerances import assert_close
-
-SMALL = {"num_heads": 2, "head_dim": 8}
-WINDOWS = Case("small-windows", "windows", Grid(3, 5), batch=2, num_windows=(2, 3), **SMALL)
-SHIFTED = Case("small-shifted", "windows", Grid(3, 5), batch=2, num_windows=(2, 3), is_shifted=True, **SMALL)
-SEQUENCE = Case("small-sequence", "sequence", Grid(11), batch=2, **SMALL)
-CAUSAL = Case("small-causal", "sequence", Grid(11), is_causal=True, **SMALL)
-IMAGE = Case("small-image", "image grid", Grid(3, 5), **SMALL)
-PREFIX = Case("small-prefix", "image grid", Grid(3, 5, num_prefix_tokens=2), **SMALL)
-DECODE = Case("small-decode", "decode", Grid(1, origin=10), Grid(11), **SMALL)
-CASES = [WINDOWS, SHIFTED, SEQUENCE, CAUSAL, IMAGE, PREFIX, DECODE]
-CPU = torch.device("cpu")
+from tests.tools.small_cases import CAUSAL, DECODE, IMAGE, PREFIX, SEQUENCE, SHIFTED, SMALL
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_objects_to_collect() -> Iterator[None]:
     """The benchmark collects garbage before each case; what these packages hold would be looked through each time."""
     for rival in RIVALS:
-        bench_module._import(rival.package)
+        imported(rival.package)
     gc.freeze()
     yield
     gc.unfreeze()
@@ -64,101 +39,6 @@ def few_objects_to_collect() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def short_timings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_module, "SECONDS_PER_TIMING", 1e-6)
-
-
-def same_in_ours(
-    rival: Rival, case: Case, parameters: list[torch.nn.Parameter]
-) -> tuple[torch.nn.Module, list[Tensor]]:
-    """An encoding of ours with the parameters of a rival, and its own, in the order of the rival's."""
-    if rival.same_as == "t5":
-        return _t5_as_table(case, parameters[0])
-    encoding = create_encoding(rival.same_as, case.num_heads, case.head_dim, case.key_grid)
-    with torch.no_grad():
-        if rival.same_as == "table":
-            rows = len(encoding.relative_position_bias_table)
-            encoding.relative_position_bias_table.copy_(parameters[0][:rows])
-            if encoding.prefix_bias is not None:
-                encoding.prefix_bias.copy_(parameters[0][rows:])
-                assert encoding.prefix_bias.abs().min() > 0
-            assert len(parameters[0]) == rows + (0 if encoding.prefix_bias is None else 3)
-        if rival.same_as == "rope_mixed":
-            encoding.freqs.copy_(parameters[0][:, 0].flip(0))  # (x, y) -> (y, x)
-    own = [p for p in encoding.parameters() if parameters]
-    assert len(own) >= len(parameters)
-    return encoding, own
-
-
-def _t5_as_table(case: Case, weight: Tensor) -> tuple[torch.nn.Module, list[Tensor]]:
-    """T5's numbers, one for each offset, by the formula of its paper: 32 buckets, a logarithm from 8 (16 if causal) to 128."""
-    encoding = create_encoding("table", case.num_heads, case.head_dim, Grid(*case.key_grid.shape))
-    length = case.key_grid.num_tokens
-    with torch.no_grad():
-        for row in range(2 * length - 1):
-            behind = row - (length - 1)  # query minus key: positive where the key comes first
-            if case.is_causal:
-                bucket = max(behind, 0)
-                assert bucket < 16
-            else:
-                far = abs(behind)
-                bucket = far if far < 8 else 8 + int(math.log(far / 8) / math.log(128 / 8) * 8)
-                bucket += 16 if behind < 0 else 0
-            encoding.relative_position_bias_table[row] = weight[bucket]
-    return encoding, []
-
-
-@pytest.mark.parametrize(
-    ("case", "rival"),
-    [(case, rival) for case in CASES for rival in rivals_of(case)],
-    ids=lambda value: getattr(value, "name", ""),
-)
-def test_a_rival_computes_what_ours_does_with_the_same_parameters(case: Case, rival: Rival) -> None:
-    mask = case_mask(case, CPU, torch.float32)
-    attention, parameters = rival.build(case, mask, CPU, torch.float32)
-    encoding, own = same_in_ours(rival, case, parameters)
-    q = torch.randn(case.num_samples, 2, case.queries.num_tokens, 8, requires_grad=True)
-    k, v = (torch.randn(case.num_samples, 2, case.key_grid.num_tokens, 8, requires_grad=True) for _ in range(2))
-    options = {"mask": mask, "is_causal": case.is_causal, "backend": "explicit"}
-    expected = attend(q, k, v, encoding, case.queries, case.keys, **options)
-    for _ in range(2):  # the second call reads what the first may have kept
-        out = attention(q, k, v)
-        assert_close(out, expected)
-    without = attend(q, k, v, create_encoding("none", 2, 8, case.key_grid), case.queries, case.keys, **options)
-    assert (out - without).abs().max() > 1e-3
-    for theirs, ours in zip(gradients(out, [q, k, v]), gradients(expected, [q, k, v]), strict=True):
-        assert_close(theirs, ours)
-    learned = [p for p in parameters if p.requires_grad]
-    if learned and own:
-        theirs = gradients(out, learned)[0]
-        ours = gradients(expected, own)
-        if rival.same_as == "rope_mixed":
-            assert_close(theirs[:, 0].flip(0), ours[0])
-        else:
-            by_name = dict(zip([name for name, _ in encoding.named_parameters()], ours, strict=True))
-            rows = [
-                by_name["relative_position_bias_table"],
-                *([by_name["prefix_bias"]] if "prefix_bias" in by_name else []),
-            ]
-            assert_close(theirs, torch.cat(rows))
-
-
-def test_every_rival_is_held_to_ours() -> None:
-    tested = {rival.name for case in CASES for rival in rivals_of(case)}
-    assert tested == {rival.name for rival in RIVALS}
-
-
-def test_rivals_stay_away_from_steps_they_do_not_know() -> None:
-    assert rivals_of(Case("half", "image grid", Grid(4, 4), Grid(2, 2, step=Fraction(1, 2)))) == []
-
-
-def test_the_mask_of_shifted_windows_is_that_of_swin() -> None:
-    block = SwinTransformerBlock(8, (6, 15), num_heads=1, window_size=(3, 5), shift_size=(1, 2))
-    expected = block.get_attn_mask()
-    mask = case_mask(SHIFTED, CPU, torch.float32)
-    assert mask is not None
-    assert mask.shape == (2 * 6, 1, 15, 15)
-    assert torch.equal(mask[:6, 0], expected)
-    assert torch.equal(mask[6:, 0], expected)
-    assert case_mask(WINDOWS, CPU, torch.float32) is None
 
 
 @pytest.mark.parametrize(
@@ -421,24 +301,6 @@ def test_whole_models_are_compared_to_timm_too(mode: str, monkeypatch: pytest.Mo
     assert "ratio to timm" in result_table(result)
 
 
-def test_groups_choose_cases() -> None:
-    everything = standard_cases()
-    names = [case.name for case in everything]
-    assert len(set(names)) == len(names)
-    assert [case.name for case in choose_cases(["all"])] == [name for name in names if name != "1d-32768-training"]
-    assert {case.kind for case in choose_cases()} == {case.kind for case in everything}
-    assert choose_cases(["training", "windows-7x7-training"]) == choose_cases(["training"])
-    assert {case.mode for case in choose_cases(["training"])} == {"training"}
-    assert [case.name for case in choose_cases(["causal", "decode"])] == ["causal-1024", "causal-4096", "decode-8192"]
-    assert {case.mode for case in choose_cases(["models"], mode="forward")} == {"forward"}
-    assert choose_cases(["1d-32768-training"], batch=3)[0].batch == 3
-    table = cases_table()
-    assert all(name in table for name in names)
-    groups = {group for case in everything for group in case.all_groups}
-    assert groups == {"windows", "sequence", "image", "causal", "decode", "training", "models", "quick", "all"}
-    assert not groups & set(names)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -480,7 +342,7 @@ def test_counts_below_one_are_refused() -> None:
 def test_the_command_prints_a_table_and_writes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_module, "standard_cases", lambda: [IMAGE])
+    monkeypatch.setattr(cases_module, "standard_cases", lambda: [IMAGE])
     folder = tmp_path / "out"
     arguments = ["bench", "image", "--encodings", "table", "--pairs", "2", "--no-rivals", "--no-plot", "--no-memory"]
     assert main([*arguments, "--output", str(folder), "--seed", "3", "--dtype", "float64", "--threads", "1"]) == 0
