@@ -51,6 +51,9 @@ class Encoding(nn.Module):
     axes: ClassVar[tuple[int, ...] | None] = None
     formula: ClassVar[str] = ""
     paper: ClassVar[str] = ""
+    #: whether numbers and rotations depend on nothing but parameters, buffers and attributes of the module itself, so that
+    #: evaluation may use what it made before
+    keeps: ClassVar[bool] = False
 
     strength: Tensor
     _kept: tuple[tuple[Any, list[Tensor], Any], ...]
@@ -203,7 +206,7 @@ class Encoding(nn.Module):
         comparison would wait for all that was asked for before, so there nothing is kept.
         """
         # first, since a compiler can follow nothing of what comes below
-        if not runs_eagerly():
+        if not runs_eagerly() or not self.keeps:
             return make()
         values = values + [value for value in vars(self).values() if isinstance(value, Tensor)]
         for value in (like, *values):
@@ -211,8 +214,10 @@ class Encoding(nn.Module):
                 return make()
         if torch.is_grad_enabled() and any(value.requires_grad for value in values):
             return make()
+        # a module inside may have been exchanged, and autocast makes other numbers of the same values
+        key = (*key, autocast_state(), *map(type, self.modules()))
         for kept_key, kept_values, made in self._kept:
-            if kept_key == key and all(map(_same, kept_values, values)):
+            if kept_key == key and len(kept_values) == len(values) and all(map(_same, kept_values, values)):
                 return made
         # a tensor made in inference mode would be refused by the next training step
         with torch.inference_mode(False), torch.no_grad():
@@ -548,6 +553,7 @@ class Combined(Encoding):
 
     name = "combined"
     family = "sum"
+    keeps = True
 
     prefix_bias: nn.Parameter | None
 
@@ -691,6 +697,11 @@ def convert_rotary_layout(
         return x.clone()
     pairs = x.unflatten(0, (num_heads, -1, 2) if source == "interleaved" else (num_heads, 2, -1))
     return pairs.transpose(1, 2).flatten(0, 2)
+
+
+def autocast_state() -> tuple[bool, torch.dtype]:
+    """Whether operations on the CPU are cast by themselves, and to what."""
+    return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -345,8 +345,16 @@ def visible(
         raise ValueError(f"is_causal: needs one axis, the positions have {queries.num_axes}")
     allowed: Tensor | None = None
     if is_causal:
-        allowed = (queries.offsets(keys, device=device, dtype=torch.float64) >= 0).all(-1)
-        allowed = allowed if allowed.ndim == 3 else allowed[None]
+        if isinstance(queries, Grid) and isinstance(keys, Grid):
+            # whole numbers of the common measure: floats would lose a key at an offset of 0 and steps like 1/10
+            measure = math.lcm(*(x.denominator for g in (queries, keys) for x in (*g.step, *g.origin)))
+            q, k = (
+                torch.arange(g.shape[0], device=device) * int(g.step[0] * measure) + int(g.origin[0] * measure)
+                for g in (queries, keys)
+            )
+            allowed = (q[:, None] >= k)[None]
+        else:
+            allowed = (queries.offsets(keys, device=device, dtype=torch.float64) >= 0).all(-1)
     segments_q, segments_k = getattr(queries, "segments", None), getattr(keys, "segments", None)
     if (segments_q is None) != (segments_k is None):
         raise ValueError("segments: queries and keys must both have segments, or neither")

@@ -1,5 +1,6 @@
-"""attend(): attention with any encoding, by the fastest backend that is right."""
+"""attend(): attention with any encoding, by the fastest way that is right."""
 
-from relpos2d.attention.attend import BACKENDS, attend
+from relpos2d.attention.attend import attend
+from relpos2d.attention.choice import BACKENDS, Explanation
 
-__all__ = ["BACKENDS", "attend"]
+__all__ = ["BACKENDS", "Explanation", "attend"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from typing import Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from relpos2d.attention import explicit, flex, lattice, lowrank, sdpa
 from relpos2d.attention.choice import BACKENDS, Explanation, Request, choose
 from relpos2d.attention.explicit import repeated
 from relpos2d.eager import runs_eagerly
-from relpos2d.encoding import MAX_KEPT_BYTES, Encoding, LatticeNumbers, Prepared
+from relpos2d.encoding import MAX_KEPT_BYTES, Encoding, LatticeNumbers, Prepared, autocast_state
 from relpos2d.positions import Grid, Points, Positions, real_tokens, visible
 
 
@@ -75,7 +76,7 @@ def attend(
     """softmax(scale * q . k + what the encoding adds + mask) v, with the places of queries and keys.
 
     Args:
-        q, k, v: (B, heads, N, head_dim); equal heads and dtypes.
+        q, k, v: (B, heads, N, head_dim), v of any number of channels; equal heads and dtypes.
         encoding: an encoding, or what its `prepare` returned for these positions.
         q_pos: places of the queries, and of the keys if k_pos is None.
         k_pos: places of the keys.
@@ -89,12 +90,17 @@ def attend(
         explain: return the output and an `Explanation` of the way that was taken.
 
     Returns:
-        (B, heads, Nq, head_dim) in the dtype of q. A query that may see no key has output 0.
+        (B, heads, Nq, channels of v) in the dtype of q. A query that may see no key has output 0.
 
     Raises:
         ValueError: shapes, dtypes or positions that do not fit, an unknown backend, one that cannot do this, or a memory limit that
             no way keeps.
     """
+    for name, given in (("q_pos", q_pos), ("k_pos", q_pos if k_pos is None else k_pos)):
+        if not isinstance(given, Grid | Points):
+            raise ValueError(f"attend: {name}={given!r} must be a Grid, for example Grid(14, 14), or Points")
+    if not isinstance(encoding, Encoding | Prepared):
+        raise ValueError(f"attend: encoding is a {type(encoding).__name__}, allowed is what create_encoding() makes")
     prepared = encoding if isinstance(encoding, Prepared) else None
     if isinstance(encoding, Prepared):
         if encoding.q_pos != q_pos or (k_pos is not None and encoding.k_pos != k_pos):
@@ -120,6 +126,7 @@ def attend(
         is_causal=is_causal and not _all_in_the_past(q_pos, k_pos),
         dropout_p=dropout_p,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        is_prepared=prepared is not None,
     )
     explanation = choose(request, backend, memory_limit)
     if explanation.backend == "lowrank":
@@ -178,6 +185,7 @@ def _whole(request: Request, *, fused: bool) -> Tensor:
 
 
 Added = tuple[Tensor | None, Tensor | None, Tensor | None]
+_KEPT: WeakKeyDictionary[LatticeNumbers, tuple[object, Tensor | None, Added] | None] = WeakKeyDictionary()
 
 
 def _added(request: Request) -> Added:
@@ -189,7 +197,7 @@ def _added(request: Request) -> Added:
     numbers, mask = request.numbers, request.mask
     if not isinstance(numbers, LatticeNumbers) or request.trains_numbers or not request.q.is_cpu or not runs_eagerly():
         return _all_added(request)
-    key = request.q_pos, request.k_pos, request.is_causal, request.q.dtype
+    key = request.q_pos, request.k_pos, request.is_causal, request.q.dtype, autocast_state()
     if numbers not in _KEPT:
         _KEPT[numbers] = None
         return _all_added(request)
@@ -210,9 +218,6 @@ def _added(request: Request) -> Added:
         if sum(x.nbytes for x in added if x is not None) <= MAX_KEPT_BYTES:
             _KEPT[numbers] = key, None if mask is None else mask.clone(), added
     return added
-
-
-_KEPT: WeakKeyDictionary[LatticeNumbers, tuple[object, Tensor | None, Added] | None] = WeakKeyDictionary()
 
 
 def _all_added(request: Request) -> Added:
@@ -339,8 +344,12 @@ def _check(
     backend: str,
 ) -> None:
     if backend not in BACKENDS:
-        raise ValueError(f"attend: backend={backend!r} must be one of {', '.join(BACKENDS)}")
+        close = difflib.get_close_matches(str(backend), BACKENDS, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"attend: backend={backend!r} must be one of {', '.join(BACKENDS)}{hint}")
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point():
+            raise ValueError(f"attend: {name} is {x.dtype}, allowed are floating point numbers")
         if x.ndim != 4:
             raise ValueError(f"attend: {name} has shape {tuple(x.shape)}, allowed is (B, heads, N, head_dim)")
         if x.dtype != q.dtype:

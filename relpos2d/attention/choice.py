@@ -13,13 +13,15 @@ from torch import Tensor
 
 from relpos2d.attention import flex, fused
 from relpos2d.attention.fused import Rows
-from relpos2d.eager import runs_eagerly
+from relpos2d.eager import is_transformed, runs_eagerly
 from relpos2d.encoding import Encoding, LatticeNumbers
 from relpos2d.positions import Grid, OffsetLattice, Positions
 
 BACKENDS = ("auto", "explicit", "sdpa", "flex", "lowrank")
 #: a dense bias above this is never the fastest: it is read from memory, and not from a cache
 MAX_DENSE_BYTES = 2**26
+#: a score this far below others has no weight, and a query that sees only such is still exact to a few digits
+HIDING = 1e5
 #: keys up to which making the dense bias costs less than going without it
 FEW_KEYS = 256
 
@@ -59,6 +61,7 @@ class Request:
         numbers: of the encoding per distinct offset, or per pair; None if it has none, or has not been asked.
         mask: (1 or part of the batch, 1 or heads, 1 or Nq, 1 or Nk), bool or added.
         is_causal: False where every query sees every key anyhow.
+        is_prepared: the numbers are those of `Encoding.prepare`, and not to be asked for again.
     """
 
     q: Tensor
@@ -72,6 +75,7 @@ class Request:
     is_causal: bool
     dropout_p: float
     scale: float
+    is_prepared: bool = False
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys with what the encoding does to them."""
@@ -122,7 +126,9 @@ class Request:
         if self.mask is not None and self.mask.requires_grad:
             return True
         numbers = self.numbers
-        if self.adds_scores:
+        if self.adds_scores and any(p.requires_grad for p in self.encoding.parameters()):
+            return True
+        if self.adds_scores and any(x.requires_grad for x in (self.q, self.k)):
             return True
         if isinstance(numbers, LatticeNumbers):
             return numbers.values.requires_grad or (numbers.prefix is not None and numbers.prefix.requires_grad)
@@ -147,20 +153,38 @@ class Request:
             return f"no fused kernel on {device} knows {dtype}"
         return ""
 
-    def dense_bytes(self) -> int:
-        """A number for each pair, of all samples if they differ, and its gradient."""
+    def added_bytes(self) -> int:
+        """What is added to the scores, for all samples if they differ; a mask alone stays as small as it is."""
+        if self.mask is not None and not self.encoding.adds_numbers and not self.adds_scores and not self.is_causal:
+            return self.mask.numel() * self.itemsize
         samples = 1 if self.mask is None else self.mask.shape[0]
         if not self.on_grids or self.adds_scores:
             samples = self.q.shape[0]
-        numbers = samples * self.q.shape[1] * self.pairs * self.itemsize
-        return numbers * (3 if self.trains_numbers else 1) + self.scratch_bytes()
+        return samples * self.q.shape[1] * self.pairs * self.itemsize
+
+    def dense_bytes(self) -> int:
+        """What is added, while its parts are put together and with its gradient."""
+        prefix = self.q_pos.num_prefix_tokens or self.k_pos.num_prefix_tokens
+        parts = 3 if prefix or self.mask is not None or self.adds_scores or self.is_causal else 2
+        return (
+            self.added_bytes() * max(parts, 3 if self.trains_numbers else 0)
+            + self.scratch_bytes()
+            + self.turned_bytes()
+        )
+
+    def turned_bytes(self) -> int:
+        """Queries and keys as the encoding turns them, and, under a mask, keys and values without what nobody sees."""
+        tokens = self.q.numel() + self.k.numel()
+        if self.mask is not None:
+            tokens += 2 * (self.k.numel() + self.v.numel())
+        return tokens * self.itemsize
 
     def scratch_bytes(self) -> int:
-        """Blocks of the backward pass: scores and their gradient, with room to shift rows."""
-        if not self.trains or self.unfused:
+        """Blocks in which scores are made again: they, what becomes of them, and room to shift rows."""
+        if self.unfused or not (self.trains or self.dropout_p):
             return 0
         per_thread = min(max(fused.BLOCK, self.q.shape[0] * self.q.shape[1] * self.pairs), 4 * fused.BLOCK)
-        return 2 * torch.get_num_threads() * per_thread * self.itemsize
+        return 3 * torch.get_num_threads() * per_thread * self.itemsize
 
 
 @dataclass(frozen=True)
@@ -214,22 +238,31 @@ def _ways(request: Request, backend: str) -> Iterator[Way]:
     if backend in ("auto", "explicit"):
         why = "the vectors that meet values need the weights" if needs_weights else "plain tensor code"
         yield Way("explicit", "whole", why, explicit_bytes(request))
-        yield Way("explicit", "blocks", "some rows of queries at a time", block_bytes(request))
+        if not request.is_prepared:
+            yield Way("explicit", "blocks", "some rows of queries at a time", block_bytes(request))
 
 
 def _sdpa_ways(request: Request, backend: str) -> Iterator[Way]:
     if request.silent and request.on_grids:
+        unfused = request.q.device.type == "cpu" and (
+            request.dropout_p > 0 or request.v.shape[-1] != request.q.shape[-1]
+        )
+        num_bytes = explicit_bytes(request) if unfused else request.turned_bytes()
         if not request.is_causal:
-            yield Way("sdpa", "no mask", "nothing is added to the scores", 0)
+            yield Way("sdpa", "no mask", "nothing is added to the scores", num_bytes)
             return
-        if request.q_pos == request.k_pos and not request.q_pos.num_prefix_tokens:
-            yield Way("sdpa", "is_causal", "nothing is added to the scores, and tokens stand in the order of places", 0)
+        # torch multiplies its -inf by the scale
+        if request.q_pos == request.k_pos and not request.q_pos.num_prefix_tokens and request.scale > 0:
+            why = "nothing is added to the scores, and tokens stand in the order of places"
+            yield Way("sdpa", "is_causal", why, num_bytes)
             return
     dense = request.dense_bytes()
     rows, obstacle = lattice_rows(request)
+    if rows is None and is_transformed() and backend == "auto":
+        yield Way("explicit", "whole", request.unfused, explicit_bytes(request))
     if rows is None:
-        unfused = request.unfused and request.q.device.type == "cpu" and request.trains_numbers
-        if unfused and backend == "auto":
+        written_out = request.unfused and request.q.device.type == "cpu" and request.trains_numbers
+        if written_out and backend == "auto":
             why = f"{request.unfused}; by itself torch has no fused gradient of a mask on the CPU"
             yield Way("explicit", "whole", why, explicit_bytes(request))
         if backend == "auto" and request.q.device.type == "cuda" and not _flex_obstacle(request):
@@ -240,7 +273,10 @@ def _sdpa_ways(request: Request, backend: str) -> Iterator[Way]:
     way = "view" if rows.is_view else "bands"
     num_bytes = rows_bytes(request, rows)
     num_keys = request.k.shape[2]
-    if num_keys <= max(FEW_KEYS, 2 * request.q.shape[0] * request.q.shape[-1]) and dense <= MAX_DENSE_BYTES:
+    if (
+        num_keys <= max(FEW_KEYS, 2 * request.q.shape[0] * request.q.shape[-1])
+        and request.added_bytes() <= MAX_DENSE_BYTES
+    ):
         yield Way("sdpa", "dense", f"with {num_keys} keys a number for each pair costs less than a view", dense)
         yield Way("sdpa", way, "one number per distinct offset", num_bytes)
     else:
@@ -293,6 +329,11 @@ def lattice_rows(request: Request) -> tuple[Rows | None, str]:
     mask = request.mask
     if mask is not None and (mask.dtype != torch.bool or mask.shape[1:3] != (1, 1) or mask.shape[3] == 1):
         return None, "the mask does not only hide keys"
+    if mask is not None and abs(request.scale * hiding_channel(request.scale, request.q.dtype)) < HIDING:
+        return (
+            None,
+            f"a scale of {request.scale:g} in {request.q.dtype} leaves no score that is low enough to hide a key",
+        )
     if not request.encoding.adds_numbers and not request.is_causal:
         return None, "there is a mask and no number"
     lattice, rows = lattice_view(request.q_pos, request.k_pos, is_causal=request.is_causal)
@@ -301,6 +342,11 @@ def lattice_rows(request: Request) -> tuple[Rows | None, str]:
     if rows.visible is not None and rows.visible < rows.rows_q - 1:
         return None, "some query sees no key"
     return rows, ""
+
+
+def hiding_channel(scale: float, dtype: torch.dtype) -> float:
+    """What one more channel of a key holds, against 1 in that of a query, to make its score one that has no weight."""
+    return math.copysign(min(10 * HIDING / max(abs(scale), 1e-6), torch.finfo(dtype).max / 2), -scale)
 
 
 def lattice_view(q_pos: Grid, k_pos: Grid, *, is_causal: bool) -> tuple[OffsetLattice, Rows]:
@@ -326,8 +372,15 @@ def rows_bytes(request: Request, rows: Rows) -> int:
         numbers = min(numbers, max(fused.SCRATCH_BYTES, rows.unfolded_bytes(1, request.itemsize)))
     elif request.trains_numbers:
         numbers *= 3
-    reversed_tokens = 2 * request.q.numel() * request.itemsize
-    return numbers + reversed_tokens + rows.scratch_bytes(heads, request.itemsize) + request.scratch_bytes()
+    tokens = 2 * request.q.numel() * request.itemsize  # reversed, in and out
+    if request.mask is not None:  # with one more channel
+        tokens += 2 * (request.q.numel() + request.k.numel() + request.v.numel()) * request.itemsize
+    prefix = request.q_pos.num_prefix_tokens + request.k_pos.num_prefix_tokens
+    if prefix:  # scores of the prefix, and outputs merged
+        most = max(request.q.shape[2], request.k.shape[2])
+        tokens += (6 * request.q.shape[0] * heads * prefix * most + 3 * request.q.numel()) * request.itemsize
+    scratch = rows.scratch_bytes(heads, request.itemsize) + request.scratch_bytes()
+    return numbers + tokens + scratch + request.turned_bytes()
 
 
 def explicit_bytes(request: Request) -> int:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from relpos2d.eager import runs_eagerly
+from relpos2d.eager import is_transformed, runs_eagerly
 
 kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 kernel_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -109,6 +109,8 @@ class Rows:
 
 def obstacle(q: Tensor, v: Tensor) -> str:
     """Why queries and values (B, heads, N, D) cannot go this way, in words; empty if they can."""
+    if is_transformed():
+        return "torch.func or a forward-mode derivative goes along, which the fused kernel does not know"
     if not runs_eagerly():
         return "a compiler or an exporter follows, which fuses by itself"
     if q.device.type != "cpu":
@@ -120,7 +122,7 @@ def obstacle(q: Tensor, v: Tensor) -> str:
     if not q.numel() or not v.numel():
         return "there is nothing to attend to"
     if v.shape[2] == 1:
-        return "a single key has all the weight, and scores no gradient at all"
+        return "a single key has all the weight, exactly"
     return ""
 
 
@@ -144,7 +146,7 @@ def attend(
     # on other dtypes the kernel reads its mask wrongly, without an error
     values = values.to(dtype).contiguous()
     # a seed of the common generator, so that a recomputation under checkpoint() drops the same weights
-    seed = int(torch.randint(2**62, ())) if dropout_p else 0
+    seed = int(torch.randint(2**62, (), device="cpu")) if dropout_p else 0
     out, lse = _Attention.apply(q, k, v, values, rows, scale, dropout_p, seed)
     return out, lse
 
@@ -464,7 +466,7 @@ def _dropped(
     """The output with dropout of the weights, which are made again as in the backward pass, block by block."""
     worker = _Worker(q, k, v, values, lse, rows, scale, dropout_p, seed)
     out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[-1]).transpose(1, 2)
-    for piece in worker.pieces():
+    for piece in worker.pieces:
         qs, ks, vs, numbers, ls = worker.take(piece)
         total = qs.new_zeros(qs.shape)
         for i, steps in worker.block.steps():
@@ -512,7 +514,7 @@ def _backward(
         return d_q, d_k, d_v, d_values
     delta = (d_out * out).sum(-1, dtype=values.dtype)
     delta = delta if d_lse is None else delta - d_lse
-    for piece in worker.pieces():
+    for piece in worker.pieces:
         qs, ks, vs, numbers, ls = worker.take(piece)
         ds = worker.get(d_out, piece, reverse=reverse)
         deltas = worker.get(delta.unsqueeze(-1), piece, reverse=reverse)
@@ -553,7 +555,7 @@ def _backward_at_once(
     """The same where a block has all pairs of tokens: nothing to add up, and the weights of each query are all there."""
     block = worker.block
     ((_, (step,)),) = block.steps()
-    for piece in worker.pieces():
+    for piece in worker.pieces:
         q, k, v, numbers, lse = worker.take(piece)
         d_piece = worker.get(d_out, piece)
         weights = block.weights(step, q, k, numbers, lse, scale * LOG2_E)
@@ -583,13 +585,10 @@ class _Worker:
     ) -> None:
         self.q, self.k, self.v, self.rows = q, k, v, rows
         self.values, self.lse = values * LOG2_E, (lse * LOG2_E).unsqueeze(-1)
-        self.list, self.by_head = _pieces(q, values.shape[0], rows)
-        size = max((p.batch.stop - p.batch.start) * (p.heads.stop - p.heads.start) for p in self.list)
+        self.pieces, self.by_head = _pieces(q, values.shape[0], rows)
+        size = max((p.batch.stop - p.batch.start) * (p.heads.stop - p.heads.start) for p in self.pieces)
         self.block = _Block(rows, size, values)
         self.generator = torch.Generator().manual_seed(seed) if dropout_p else None
-
-    def pieces(self) -> list[_Piece]:
-        return self.list
 
     def get(self, x: Tensor, piece: _Piece, *, reverse: bool = False) -> Tensor:
         """(pieces, N, D) of (B, heads, N, D)."""

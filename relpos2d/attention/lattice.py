@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from relpos2d.attention import explicit, fused
-from relpos2d.attention.choice import Request, lattice_view
+from relpos2d.attention.choice import Request, hiding_channel, lattice_view
 from relpos2d.attention.explicit import repeated
 from relpos2d.encoding import LatticeNumbers
 from relpos2d.positions import Grid
-
-#: score of a key that is padding: its weight is 0, and a row of nothing else is still exact to a few digits
-HIDDEN = -1e6
 
 
 def attend(request: Request) -> Tensor:
@@ -61,8 +57,7 @@ def _among_places(request: Request, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
         values = torch.zeros(lattice.shape, device=q.device).expand(heads, *lattice.shape)
     if mask is not None:
         # a mask of keys fits into no view of numbers per offset; one more channel of q and k carries it
-        hidden = math.copysign(min(-HIDDEN / max(abs(scale), 1e-6), torch.finfo(q.dtype).max / 2), -scale)
-        channel = q.new_zeros(mask.shape).masked_fill(~mask, hidden).transpose(-1, -2)
+        channel = q.new_zeros(mask.shape).masked_fill(~mask, hiding_channel(scale, q.dtype)).transpose(-1, -2)
         q, v = F.pad(q, (0, 1), value=1.0), F.pad(v, (0, 1))
         k = torch.cat((k, channel.expand(k.shape[0], heads, -1, -1)), dim=-1)
 
@@ -74,7 +69,8 @@ def _among_places(request: Request, q: Tensor, k: Tensor, v: Tensor, mask: Tenso
         return fused.attend(q[:, heads], k[:, heads], v[:, heads], numbers[None], rows, scale, request.dropout_p)
 
     at_once = max(1, fused.SCRATCH_BYTES // rows.unfolded_bytes(1, values.itemsize))
-    if rows.is_view or torch.is_grad_enabled() or at_once >= heads:
+    # one seed for all heads: a recomputation with gradients must drop the same weights
+    if rows.is_view or torch.is_grad_enabled() or at_once >= heads or request.dropout_p:
         out, lse = attended(slice(None))
     else:  # never the unfolded numbers of all heads
         out = q.new_empty(q.shape[0], q.shape[2], heads, q.shape[-1]).transpose(1, 2)
@@ -100,4 +96,5 @@ def _from_prefix(
     if mask is not None:
         hidden = q.new_zeros(mask.shape).masked_fill(~mask & mask.any(-1, keepdim=True), float("-inf"))
         added = hidden if added is None else added + hidden
-    return explicit.attend(q, k, v, added, request.scale, request.dropout_p, lambda weights: None)
+    out = explicit.attend(q, k, v, added, request.scale, request.dropout_p, lambda weights: None)
+    return out if mask is None else torch.where(mask.any(-1, keepdim=True), out, 0)

@@ -15,6 +15,7 @@ class Alibi(NumberEncoding):
     axes = (1, 2)
     formula = "-slope_h |d|"
     paper = "arXiv:2108.12409"
+    keeps = True
 
     @property
     def slopes(self) -> Tensor:

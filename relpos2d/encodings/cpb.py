@@ -24,6 +24,7 @@ class ContinuousBias(NumberEncoding):
     name = "cpb"
     formula = "16 sigmoid(MLP_h(sign(d) log2(1 + 8 |d| / (w - 1)) / 3))"
     paper = "arXiv:2111.09883"
+    keeps = True
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class AxialRope(RotaryEncoding):
     name = "rope_axial"
     formula = "turn pair j by p_axis theta^(-j / n); the pairs are shared out among the axes"
     paper = "arXiv:2403.13298"
+    keeps = True
 
     def __init__(
         self,

@@ -27,6 +27,7 @@ class MixedRope(RotaryEncoding):
     name = "rope_mixed"
     formula = "turn pair j by sum over axes of p_axis f[axis, h, j], f learned"
     paper = "arXiv:2403.13298"
+    keeps = True
 
     def __init__(
         self,

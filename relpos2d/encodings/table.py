@@ -30,6 +30,7 @@ class OffsetTable(NumberEncoding):
     name = "table"
     formula = "T_h[d]"
     paper = "arXiv:2103.14030"
+    keeps = True
 
     def __init__(
         self,
