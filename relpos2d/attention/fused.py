@@ -1,4 +1,4 @@
-"""Attention through torch's fused CPU kernel with numbers that are learned, and of which a view makes all pairs.
+"""Attention through torch's fused CPU kernel, with numbers that may be learned and of which a view makes all pairs.
 
 With the order of the queries reversed, the numbers of all pairs are a strided view of those of the distinct offsets
 (`OffsetLattice.rows`), and the kernel reads such a view as its mask. It gives no gradient for a mask, so the
@@ -29,6 +29,7 @@ FULL_CALL, FULL_BLOCK = 768, 256
 SMALL_CALL, SMALL_BLOCK = 256, 64
 #: keys and values of one head that stay in a core's cache beside the scores: shorter calls cost nothing then
 CACHED_KEYS = 2048
+#: numbers of some heads that are unfolded, or laid out for their bands, at once
 SCRATCH_BYTES = 1 << 22
 #: scores that a block of the backward pass holds for each thread, the keys of a block, and scores of small blocks done at once
 BLOCK = 1 << 18
@@ -369,7 +370,6 @@ class _Block:
         self.num_keys = self.rows_k * rows.width_k
         self.pitch = self.num_keys + (self.rows_q - 1) * rows.width_k
         num_queries = self.rows_q * rows.width_q
-        self.num_queries = num_queries
         self._weights = like.new_empty(size, num_queries, self.num_keys)
         self._product = like.new_empty(size, num_queries, self.num_keys)
         self._gradient = like.new_zeros(size, num_queries, self.pitch) if self.pitch > self.num_keys else self._product
