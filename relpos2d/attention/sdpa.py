@@ -16,9 +16,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, d
     """
     if mask is not None:
         mask = mask[(None,) * (4 - mask.ndim)]
-        repeats = mask.shape[0] not in (1, q.shape[0])
         learns = torch.is_grad_enabled() and mask.requires_grad
-        if (learns or dropout_p or repeats) and not fused.obstacle(q, v):
+        if (learns or dropout_p) and not fused.obstacle(q, v):
             mask = mask.expand(mask.shape[0], q.shape[1], q.shape[2], k.shape[2])
             dense = Rows(1, q.shape[2], 1, k.shape[2], reverse=False)
             return fused.attend(q, k, v, mask, dense, scale, dropout_p)[0]
