@@ -202,7 +202,7 @@ LIMITED = """
 import relpos2d.tools.bench as bench_module
 from relpos2d import Grid
 from relpos2d.tools.cases import Case
-from relpos2d.tools.memory import available_bytes
+from relpos2d.tools.memory import available_bytes, limited_memory
 
 share = min(1.0, 5e8 / available_bytes())
 bench_module.limited_memory = lambda: limited_memory(share)
