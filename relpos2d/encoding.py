@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from jaxtyping import Float
@@ -22,6 +22,7 @@ LAYOUTS = ("interleaved", "half")
 MAX_KEPT_BYTES = 2**22
 
 
+@runtime_checkable
 class Sized(Protocol):
     """What knows how many bytes it holds."""
 
