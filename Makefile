@@ -27,7 +27,7 @@ test: install
 test-long: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 
-# the tests that need a CUDA device and the benchmark on it, on a machine that has one: under 8 minutes
+# the tests that need a CUDA device and the benchmark on it, on a machine that has one; meant to take under 8 minutes
 test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/relpos2d bench quick --device cuda --output runs/bench-gpu

@@ -12,21 +12,12 @@ from torch.nn.attention import flex_attention as torch_flex
 from relpos2d import Grid, attend, create_encoding
 from relpos2d.attention import flex
 from relpos2d.encoding import Encoding
+from tests.attention.grids import GRIDS
 from tests.oracles import gradients, redraw
 from tests.refusals import refuses
 from tests.tolerances import assert_close
 
 HEADS, HEAD_DIM, SCALE = 3, 6, 0.3
-GRIDS = {
-    "one axis": (Grid(5), Grid(5)),
-    "two axes": (Grid(3, 4), Grid(3, 4)),
-    "three axes": (Grid(2, 3, 2), Grid(2, 3, 2)),
-    "prefix": (Grid(3, 4, num_prefix_tokens=2), Grid(3, 4, num_prefix_tokens=2)),
-    "prefix on one side": (Grid(4, num_prefix_tokens=1), Grid(3)),
-    "pooled keys": (Grid(4, 3, num_prefix_tokens=1), Grid(4, 3, num_prefix_tokens=1).pool(2)),
-    "no common step": (Grid(6, step=1.5), Grid(7, step=2, origin=-1)),
-    "one query": (Grid(1, origin=6), Grid(7)),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -79,7 +70,7 @@ def compare(
 
 
 @pytest.mark.parametrize("grids", GRIDS)
-def test_equals_explicit(grids: str) -> None:
+def test_g5_equals_explicit_with_all_gradients(grids: str) -> None:
     queries, keys = GRIDS[grids]
     compare(build("table", queries), queries, keys)
 

@@ -10,21 +10,12 @@ from relpos2d import Grid, attend, create_encoding
 from relpos2d.attention import lowrank
 from relpos2d.encoding import Encoding, LatticeNumbers
 from relpos2d.positions import visible
+from tests.attention.grids import GRIDS
 from tests.oracles import gradients, redraw
 from tests.refusals import refuses
 from tests.tolerances import assert_close
 
 HEADS, HEAD_DIM, SCALE = 3, 6, 0.3
-GRIDS = {
-    "one axis": (Grid(5), Grid(5)),
-    "two axes": (Grid(3, 4), Grid(3, 4)),
-    "three axes": (Grid(2, 3, 2), Grid(2, 3, 2)),
-    "prefix": (Grid(3, 4, num_prefix_tokens=2), Grid(3, 4, num_prefix_tokens=2)),
-    "prefix on one side": (Grid(4, num_prefix_tokens=1), Grid(3)),
-    "pooled keys": (Grid(4, 3, num_prefix_tokens=1), Grid(4, 3, num_prefix_tokens=1).pool(2)),
-    "no common step": (Grid(6, step=1.5), Grid(7, step=2, origin=-1)),
-    "one query": (Grid(1, origin=6), Grid(7)),
-}
 
 
 def build(name: str, queries: Grid) -> Encoding:
