@@ -17,6 +17,8 @@ from relpos2d.rotation import Rotation
 
 Role = Literal["query", "key"]
 Made = TypeVar("Made", bound="Sized")
+#: a host's own projections of queries and of keys: (..., channels) to (..., heads * head_dim)
+Projections = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 LAYOUTS = ("interleaved", "half")
 #: what is larger is not kept; it takes long to use, and little of that to make
 MAX_KEPT_BYTES = 2**22
@@ -58,6 +60,17 @@ class Encoding(nn.Module):
 
     strength: Tensor
     _kept: tuple[tuple[Any, list[Tensor], Any], ...]
+
+    @property
+    def knows_query(self) -> bool:
+        """Whether what an offset becomes also depends on the query's own place (FIRE beyond its L)."""
+        return False
+
+    @property
+    def knows_length(self) -> bool:
+        """Whether what an offset becomes also depends on the length of the sequence (dynamic NTK, LongRoPE): decoding step by
+        step then differs from one pass over the whole, by definition."""
+        return False
 
     def __init__(
         self,
@@ -151,7 +164,10 @@ class Encoding(nn.Module):
         return self.rotate(q, q_pos, "query", strength=strength), self.rotate(k, k_pos, "key", strength=strength)
 
     def at(self, offsets: Float[Tensor, "*batch axes"], query: Tensor | None = None) -> Float[Tensor, "*batch heads"]:
-        """Number: the formula, at real offsets (query minus key, in tokens). `query`: the query's place, where it matters."""
+        """Number: the formula, at real offsets (query minus key, in tokens).
+
+        `query`: the query's place (..., axes), broadcast against the offsets; it matters to encodings that know it.
+        """
         raise NotImplementedError(f"{type(self).__name__}: an encoding of the family '{self.family}' has no numbers")
 
     def terms(self) -> list[Term]:
@@ -178,13 +194,24 @@ class Encoding(nn.Module):
         return type(self).bias is not Encoding.bias
 
     def score(
-        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_pos: Positions,
+        k_pos: Positions,
+        scale: float,
+        project: Projections | None = None,
     ) -> Float[Tensor, "batch heads queries keys"] | None:
-        """What the vectors that meet queries and keys add to the scores; None without such vectors."""
+        """What the vectors that meet queries and keys add to the scores; None without such vectors.
+
+        `project`: the host's own projections, for encodings that share them (DeBERTa).
+        """
         total = None
         for term in self.terms():
             if term.meets != "value":
-                part = term.score(q, k, q_pos, k_pos) * (self.strength * (scale if term.scaled else 1.0)).to(q.dtype)
+                part = term.score(q, k, q_pos, k_pos, project) * (self.strength * (scale if term.scaled else 1.0)).to(
+                    q.dtype
+                )
                 total = part if total is None else total + part
         return total
 
@@ -290,47 +317,96 @@ class Term:
     """Vectors that an offset selects, and whom they meet.
 
     Args:
-        vectors: (heads or 1, buckets, head_dim).
+        vectors: a table (heads or 1, buckets, head_dim), or a formula: from offsets (K, axes) to (heads or 1, K, head_dim). It is
+            asked once for each distinct offset.
         meets: "query" (q . vector), "key" (k . vector) or "value" (the weights pick vectors that join the output).
-        bucket: from offsets (..., axes), whole, to rows of `vectors` (...). Between whole offsets the vectors of the
+        bucket: of a table: from whole offsets (..., axes) to its rows (...). Between whole offsets the vectors of the
             neighbours are mixed.
         scaled: whether the product is multiplied by the scale of the scores.
+        added: (heads, 1, head_dim), what is added to the query or key before it meets a vector; v of Transformer-XL.
+        projected: which of the host's projections makes vectors of `vectors`, which then have the channels of a token.
     """
 
-    vectors: Float[Tensor, "heads buckets head_dim"]
+    vectors: Tensor | Callable[[Tensor], Tensor]
     meets: Literal["query", "key", "value"]
-    bucket: Callable[[Tensor], Tensor]
+    bucket: Callable[[Tensor], Tensor] | None = None
     scaled: bool = True
+    added: Float[Tensor, "heads 1 head_dim"] | None = None
+    projected: Literal["query", "key"] | None = None
 
-    def score(self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor:
-        side = q if self.meets == "query" else k
-        pos = q_pos if self.meets == "query" else k_pos
+    def score(
+        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, project: Projections | None = None
+    ) -> Tensor:
+        by_query = self.meets == "query"
+        side, pos = (q, q_pos) if by_query else (k, k_pos)
         side = side[..., pos.num_prefix_tokens :, :]
-        per_bucket = side @ self.vectors.to(side.dtype).transpose(-1, -2)
+        if self.added is not None:
+            side = side + self.added.to(side.dtype)
+        vectors, picks = self._picks(q_pos, k_pos, side)
+        per_row = side @ self._projected(vectors, side, project).transpose(-1, -2)
         total: Tensor | int = 0
-        for index, weight in self._buckets(q_pos, k_pos, side):
-            rows = index if self.meets == "query" else index.transpose(-1, -2)
-            picked = per_bucket.gather(-1, rows.expand(*per_bucket.shape[:-1], rows.shape[-1]))
-            picked = picked if self.meets == "query" else picked.transpose(-1, -2)
-            total = total + picked * weight.to(side.dtype)
+        for index, weight in picks:
+            rows = index if by_query else index.transpose(-1, -2)
+            picked = per_row.gather(-1, rows.expand(*per_row.shape[:-1], rows.shape[-1]))
+            picked = picked if by_query else picked.transpose(-1, -2)
+            total = total + (picked if weight is None else picked * weight.to(side.dtype))
         assert isinstance(total, Tensor)
         return nn.functional.pad(total, (k_pos.num_prefix_tokens, 0, q_pos.num_prefix_tokens, 0))
 
     def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor:
         weights = weights[..., q_pos.num_prefix_tokens :, k_pos.num_prefix_tokens :]
-        per_bucket = weights.new_zeros(*weights.shape[:-1], self.vectors.shape[-2])
-        for index, weight in self._buckets(q_pos, k_pos, weights):
-            share = weights * weight.to(weights.dtype)
-            per_bucket = per_bucket.scatter_add(-1, index.expand_as(share), share)
-        return nn.functional.pad(per_bucket @ self.vectors.to(weights.dtype), (0, 0, q_pos.num_prefix_tokens, 0))
+        vectors, picks = self._picks(q_pos, k_pos, weights)
+        per_row = weights.new_zeros(*weights.shape[:-1], vectors.shape[-2])
+        for index, weight in picks:
+            share = weights if weight is None else weights * weight.to(weights.dtype)
+            per_row = per_row.scatter_add(-1, index.expand_as(share), share)
+        return nn.functional.pad(per_row @ vectors.to(weights.dtype), (0, 0, q_pos.num_prefix_tokens, 0))
 
-    def _buckets(self, q_pos: Positions, k_pos: Positions, like: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-        """Rows (1 or B, 1, Nq, Nk) for the whole offsets around each offset, and their weights."""
+    def _projected(self, vectors: Tensor, side: Tensor, project: Projections | None) -> Tensor:
+        if self.projected is None:
+            return vectors.to(side.dtype)
+        if project is None:
+            raise ValueError(
+                "attend: the encoding shares the projections of queries and keys with its host; give them: "
+                "project=(q_proj, k_proj), or make it with projections of its own"
+            )
+        made = project[0 if self.projected == "query" else 1](vectors.squeeze(0).to(side.dtype))
+        return made.unflatten(-1, (side.shape[1], -1)).transpose(0, 1)
+
+    def _picks(
+        self, q_pos: Positions, k_pos: Positions, like: Tensor
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor | None]]]:
+        """Vectors (heads or 1, K, head_dim), and of each pair (1 or B, 1, Nq, Nk) the rows it reads, with their weights."""
         device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
-        offsets = q_pos.offsets(k_pos, device=device, dtype=dtype)
-        offsets = offsets if offsets.ndim == 4 else offsets[None]
-        for whole, weight in corners(offsets):
-            yield self.bucket(whole).long().unsqueeze(1), weight.unsqueeze(1)
+        lattice = None
+        if isinstance(q_pos, Grid) and isinstance(k_pos, Grid):
+            lattice = q_pos.lattice(k_pos)
+            if lattice.num_offsets > q_pos.num_places * k_pos.num_places:
+                lattice = None
+
+        def of_pairs(x: Tensor) -> Tensor:
+            """From distinct offsets to all pairs; what is given for all pairs stays as it is."""
+            x = x if lattice is None else lattice.spread(x)
+            return x.unsqueeze(1) if x.ndim == 3 else x[None, None]
+
+        offsets = (
+            q_pos.offsets(k_pos, device=device, dtype=dtype)
+            if lattice is None
+            else lattice.offsets(device=device, dtype=dtype)
+        )
+        if not isinstance(self.vectors, Tensor):
+            flat, index = offsets.flatten(0, -2), None
+            if lattice is None:
+                flat, index = flat.unique(dim=0, return_inverse=True)
+            else:
+                index = torch.arange(len(flat), device=device)
+            return self.vectors(flat), [(of_pairs(index.view(offsets.shape[:-1])), None)]
+        assert self.bucket is not None
+        if lattice is not None and lattice.is_whole:
+            return self.vectors, [(of_pairs(self.bucket(offsets).long()), None)]
+        return self.vectors, [
+            (of_pairs(self.bucket(whole).long()), of_pairs(weight)) for whole, weight in corners(offsets)
+        ]
 
 
 class AbsoluteEncoding(Encoding):
@@ -407,8 +483,9 @@ class NumberEncoding(Encoding):
         numbers = self.numbers(q_pos, k_pos)
         if numbers is not None:
             return numbers.bias()
-        offsets = q_pos.offsets(k_pos, device=self.strength.device, dtype=self._dtype)
-        values = self.at(offsets).movedim(-1, -3) * self.strength.to(self._dtype)
+        like: dict[str, Any] = {"device": self.strength.device, "dtype": self._dtype}
+        offsets, queries = q_pos.offsets(k_pos, **like), q_pos.coords(**like).unsqueeze(-2)
+        values = self.at(offsets, queries).movedim(-1, -3) * self.strength.to(self._dtype)
         return _with_prefix(values, self._prefix(), q_pos.num_prefix_tokens, k_pos.num_prefix_tokens)
 
     def numbers(self, q_pos: Positions, k_pos: Positions) -> LatticeNumbers | None:
@@ -445,6 +522,7 @@ class RotaryEncoding(Encoding):
         layout: which channels make a pair: "interleaved", (0, 1), (2, 3), ...; or "half", (0, D/2), (1, D/2 + 1), ...
             The layout belongs to the weights that make q and k: it is saved with them and checked when they are loaded;
             `convert_rotary_layout` turns one into the other.
+        rotary_dim: how many channels, the first of each head, are turned; the others stay. None: all.
     """
 
     family = "rotation"
@@ -458,18 +536,42 @@ class RotaryEncoding(Encoding):
         positions: Grid,
         *,
         layout: str = "interleaved",
+        rotary_dim: int | None = None,
         strength: float = 1.0,
         device: Any = None,
         dtype: Any = None,
     ) -> None:
         super().__init__(num_heads, head_dim, positions, strength=strength, device=device, dtype=dtype)
-        _check_layout(type(self).__name__, layout)
+        who = type(self).__name__
+        _check_layout(who, layout)
+        if rotary_dim is not None and not 0 < rotary_dim <= head_dim:
+            raise ValueError(f"{who}: rotary_dim={rotary_dim} must be between 1 and head_dim={head_dim}")
         self.layout = layout
+        self.rotary_dim = head_dim if rotary_dim is None else rotary_dim
         self.register_buffer("layout_half", torch.tensor(layout == "half", device=device))
 
     def angles(self, coords: Float[Tensor, "*batch tokens axes"]) -> Float[Tensor, "*batch heads tokens pairs"]:
         """Angle of each pair of channels at each place, in radians; one head stands for all if they agree."""
         raise NotImplementedError
+
+    def turns(
+        self, coords: Float[Tensor, "*batch tokens axes"], role: Role, length: Tensor | None
+    ) -> tuple[Float[Tensor, "*batch heads tokens pairs"], Float[Tensor, "*batch heads tokens pairs"] | None]:
+        """Angles, and the logarithm of what turned pairs are multiplied with (None: nothing); both times the strength.
+
+        A subclass overrides this in place of `angles` if queries and keys turn differently, vectors change their length, or
+        the length of the sequence matters.
+
+        Args:
+            role: "query" or "key".
+            length: one behind the last place of queries and keys, () or (B,) for Points; None unless `knows_length`.
+        """
+        return self.angles(coords), None
+
+    @property
+    def turns_alike(self) -> bool:
+        """Whether queries and keys at the same place turn alike."""
+        return True
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -485,19 +587,20 @@ class RotaryEncoding(Encoding):
         strength: Tensor | float = 1.0,
     ) -> Float[Tensor, "batch heads tokens head_dim"]:
         self._check_tokens(x, pos)
-        return self._rotation(x, pos, strength)(x)
+        return self._turned(x, self._rotation(x, pos, strength, role, self._length(pos)))
 
     def rotate_both(
         self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, *, strength: Tensor | float = 1.0
     ) -> tuple[Tensor, Tensor]:
-        # a rotate of its own may turn queries and keys differently
-        same = (q_pos is k_pos or q_pos == k_pos) and q.dtype == k.dtype
-        if not same or type(self).rotate is not RotaryEncoding.rotate:
+        if type(self).rotate is not RotaryEncoding.rotate:  # one that has its own has said all
             return super().rotate_both(q, k, q_pos, k_pos, strength=strength)
         self._check_tokens(q, q_pos)
         self._check_tokens(k, k_pos)
-        rotation = self._rotation(q, q_pos, strength)
-        return rotation(q), rotation(k)
+        length = self._length(q_pos, k_pos)
+        of_queries = of_keys = self._rotation(q, q_pos, strength, "query", length)
+        if not (self.turns_alike and (q_pos is k_pos or q_pos == k_pos) and q.dtype == k.dtype):
+            of_keys = self._rotation(k, k_pos, strength, "key", length)
+        return self._turned(q, of_queries), self._turned(k, of_keys)
 
     def _check_tokens(self, x: Tensor, pos: Positions) -> None:
         if x.shape[-2] != pos.num_tokens or x.shape[-1] != self.head_dim:
@@ -506,22 +609,56 @@ class RotaryEncoding(Encoding):
                 f"encoding allow {pos.num_tokens} tokens of {self.head_dim} channels"
             )
 
-    def _rotation(self, x: Tensor, pos: Positions, strength: Tensor | float) -> Rotation:
-        """The rotation of these places for tensors like x; see `_recall`."""
-        if not isinstance(pos, Grid) or self._modules:
-            return self._new_rotation(x, pos, strength)
-        values = [value for value in (*self._parameters.values(), *self._buffers.values()) if value is not None]
-        values += [strength] if isinstance(strength, Tensor) else []
-        key = ("rotation", pos, x.dtype, None if isinstance(strength, Tensor) else strength)
-        return self._recall(key, values, lambda: self._new_rotation(x, pos, strength), x)
+    def _turned(self, x: Tensor, rotation: Rotation) -> Tensor:
+        if self.rotary_dim == self.head_dim:
+            return rotation(x)
+        return torch.cat((rotation(x[..., : self.rotary_dim]), x[..., self.rotary_dim :]), dim=-1)
 
-    def _new_rotation(self, x: Tensor, pos: Positions, strength: Tensor | float) -> Rotation:
+    def _length(self, *positions: Positions) -> Tensor | None:
+        """One behind the last place, of each sample where there are Points; None if it does not matter."""
+        if not self.knows_length:
+            return None
+        longest: Tensor | None = None
+        for pos in positions:
+            if isinstance(pos, Grid):
+                last = torch.tensor(float(pos.origin[0] + pos.step[0] * (pos.shape[0] - 1)), dtype=torch.float64)
+                last = last.to(self.strength.device)
+            else:
+                last = pos.coords(device=self.strength.device, dtype=torch.float64).amax(dim=(1, 2))
+            longest = last if longest is None else torch.maximum(longest, last)
+        assert longest is not None
+        return longest + 1
+
+    def _rotation(
+        self, x: Tensor, pos: Positions, strength: Tensor | float, role: Role, length: Tensor | None
+    ) -> Rotation:
+        """The rotation of these places for tensors like x; see `_recall`."""
+
+        def made() -> Rotation:
+            return self._new_rotation(x, pos, strength, role, length)
+
+        if not isinstance(pos, Grid) or self._modules or (length is not None and length.ndim):
+            return made()
+        values = [value for value in (*self._parameters.values(), *self._buffers.values()) if value is not None]
+        values += [value for value in (strength, length) if isinstance(value, Tensor)]
+        fixed = None if isinstance(strength, Tensor) else strength
+        key = ("rotation", pos, x.dtype, fixed, None if self.turns_alike else role)
+        return self._recall(key, values, made, x)
+
+    def _new_rotation(
+        self, x: Tensor, pos: Positions, strength: Tensor | float, role: Role, length: Tensor | None
+    ) -> Rotation:
         # angles grow with the place: in half precision neighbours far from the origin would merge
         dtype = torch.promote_types(x.dtype, torch.float32)
-        angles = self.angles(pos.coords(device=x.device, dtype=dtype)) * (self.strength.to(dtype) * strength)
+        own = self.strength.to(dtype) * strength
+        angles, logarithms = self.turns(pos.coords(device=x.device, dtype=dtype), role, length)
+        parts = [None if part is None else part * own for part in (angles, logarithms)]
         if pos.num_prefix_tokens:
-            angles = nn.functional.pad(angles, (0, 0, pos.num_prefix_tokens, 0))
-        return Rotation(angles, self.layout)
+            parts = [
+                None if part is None else nn.functional.pad(part, (0, 0, pos.num_prefix_tokens, 0)) for part in parts
+            ]
+        assert parts[0] is not None
+        return Rotation(parts[0], self.layout, None if parts[1] is None else parts[1].exp())
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, layout={self.layout!r}"
@@ -582,6 +719,14 @@ class Combined(Encoding):
         self.prefix_bias = (
             _new_prefix_bias(self.positions, self.num_heads, like.device, like.dtype) if has_numbers else None
         )
+
+    @property
+    def knows_query(self) -> bool:
+        return any(part.knows_query for part in self)
+
+    @property
+    def knows_length(self) -> bool:
+        return any(part.knows_length for part in self)
 
     def terms(self) -> list[Term]:
         return [term for part in self for term in part.terms()]
@@ -668,8 +813,16 @@ class Combined(Encoding):
         # parts whose numbers are kept give the very same ones again
         return self._recall(("numbers", *known), own + [part.values for part in known], made, self.strength)
 
-    def score(self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, scale: float) -> Tensor | None:
-        total = _sum(part.score(q, k, q_pos, k_pos, scale) for part in self)
+    def score(
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_pos: Positions,
+        k_pos: Positions,
+        scale: float,
+        project: Projections | None = None,
+    ) -> Tensor | None:
+        total = _sum(part.score(q, k, q_pos, k_pos, scale, project) for part in self)
         return None if total is None else total * self.strength.to(total.dtype)
 
     def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor | None:
@@ -678,11 +831,14 @@ class Combined(Encoding):
 
 
 def convert_rotary_layout(
-    x: Float[Tensor, channels * rest], num_heads: int, *, source: str, target: str
+    x: Float[Tensor, channels * rest], num_heads: int, *, source: str, target: str, rotary_dim: int | None = None
 ) -> Float[Tensor, channels * rest]:
     """Reorder the output channels of a q or k projection (weight or bias, heads * head_dim first) for the other layout.
 
     With both q and k reordered, a rotary encoding in the layout `target` gives the scores that it gave in `source`.
+
+    Args:
+        rotary_dim: how many channels, the first of each head, the encoding turns; the others stay where they are. None: all.
 
     Raises:
         ValueError: an unknown layout, or channels that heads cannot share evenly in pairs.
@@ -694,10 +850,17 @@ def convert_rotary_layout(
         raise ValueError(
             f"convert_rotary_layout: {channels} channels must be a multiple of 2 * num_heads={2 * num_heads}"
         )
+    head_dim = channels // num_heads
+    rotary_dim = head_dim if rotary_dim is None else rotary_dim
+    if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
+        raise ValueError(
+            f"convert_rotary_layout: rotary_dim={rotary_dim} must be even and between 2 and the {head_dim} channels of a head"
+        )
     if source == target:
         return x.clone()
-    pairs = x.unflatten(0, (num_heads, -1, 2) if source == "interleaved" else (num_heads, 2, -1))
-    return pairs.transpose(1, 2).flatten(0, 2)
+    turned, rest = x.unflatten(0, (num_heads, head_dim)).split((rotary_dim, head_dim - rotary_dim), dim=1)
+    pairs = turned.unflatten(1, (-1, 2) if source == "interleaved" else (2, -1))
+    return torch.cat((pairs.transpose(1, 2).flatten(1, 2), rest), dim=1).flatten(0, 1)
 
 
 def autocast_state() -> tuple[bool, torch.dtype]:

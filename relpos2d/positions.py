@@ -147,6 +147,8 @@ class Points:
         valid: (B, N), which of the N are real; the others are padding: no key for anyone, and 0 as output. None: all.
         segments: (B, N), tokens see only those of their own segment (packed images). None: one segment.
         num_prefix_tokens: tokens in front; they have no place and are seen by, and see, everybody.
+        token_types: (B, N), which part of the input a token belongs to, as the two sentences of a pair. It hides nothing; an
+            encoding with a term for it (`xlnet`) tells equal types from different ones. None: no such term.
 
     Raises:
         ValueError: shapes that do not fit one another, or coordinates in low precision (bfloat16 merges 256 and 257).
@@ -156,21 +158,25 @@ class Points:
     valid: Bool[Tensor, "batch places"] | None = None
     segments: Int[Tensor, "batch places"] | None = None
     num_prefix_tokens: int = 0
+    token_types: Int[Tensor, "batch places"] | None = None
 
     def __post_init__(self) -> None:
         if self.places.ndim != 3 or self.places.shape[-1] < 1:
             raise ValueError(f"Points: coordinates have shape {tuple(self.places.shape)}, allowed is (B, N, axes)")
         if self.places.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"Points: coordinates are {self.places.dtype}, allowed are float32 and float64")
-        for name, value in (("valid", self.valid), ("segments", self.segments)):
+        per_place = {"valid": self.valid, "segments": self.segments, "token_types": self.token_types}
+        for name, value in per_place.items():
             if value is not None and value.shape != self.places.shape[:2]:
                 raise ValueError(
                     f"Points: {name} has shape {tuple(value.shape)}, coordinates allow {tuple(self.places.shape[:2])}"
                 )
         if self.valid is not None and self.valid.dtype != torch.bool:
             raise ValueError(f"Points: valid is {self.valid.dtype}, allowed is bool")
-        if self.segments is not None and (self.segments.is_floating_point() or self.segments.dtype == torch.bool):
-            raise ValueError(f"Points: segments is {self.segments.dtype}, allowed are whole numbers")
+        for name in ("segments", "token_types"):
+            value = per_place[name]
+            if value is not None and (value.is_floating_point() or value.dtype == torch.bool):
+                raise ValueError(f"Points: {name} is {value.dtype}, allowed are whole numbers")
         _check_prefix("Points", self.num_prefix_tokens)
 
     @property
@@ -202,9 +208,10 @@ class Points:
 
     def part(self, start: int, stop: int) -> Points:
         """Places `start` to `stop` of each sample; the prefix tokens stay with the first."""
-        valid = None if self.valid is None else self.valid[:, start:stop]
-        segments = None if self.segments is None else self.segments[:, start:stop]
-        return Points(self.places[:, start:stop], valid, segments, 0 if start else self.num_prefix_tokens)
+        valid, segments, types = (
+            None if x is None else x[:, start:stop] for x in (self.valid, self.segments, self.token_types)
+        )
+        return Points(self.places[:, start:stop], valid, segments, 0 if start else self.num_prefix_tokens, types)
 
 
 Positions: TypeAlias = Grid | Points
@@ -237,6 +244,11 @@ class OffsetLattice:
     @property
     def num_offsets(self) -> int:
         return math.prod(self.shape)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every offset is a whole number."""
+        return all(step.denominator == 1 for step in self.steps) and all(first.is_integer() for first in self.first)
 
     def offsets(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
@@ -313,7 +325,11 @@ def join(*parts: Positions, packed: bool = False, device: torch.device | str | N
     points = [part.points(batch, device=device) if isinstance(part, Grid) else part for part in parts]
     dtype = max((p.places.dtype for p in points), key=lambda d: d.itemsize)
 
-    valid = segments = None
+    valid = segments = types = None
+    if any(p.token_types is not None for p in points):
+        if any(p.token_types is None for p in points):
+            raise ValueError("join: all parts must have token_types, or none")
+        types = torch.cat([p.token_types for p in points if p.token_types is not None], 1)
     if any(p.valid is not None for p in points):
         valid = torch.cat(
             [p.places.new_ones(p.places.shape[:2], dtype=torch.bool) if p.valid is None else p.valid for p in points], 1
@@ -327,7 +343,8 @@ def join(*parts: Positions, packed: bool = False, device: torch.device | str | N
                 next_segment = int(own.max()) + 1
             numbered.append(own)
         segments = torch.cat(numbered, dim=1)
-    return Points(torch.cat([p.places.to(dtype) for p in points], 1), valid, segments, parts[0].num_prefix_tokens)
+    places = torch.cat([p.places.to(dtype) for p in points], 1)
+    return Points(places, valid, segments, parts[0].num_prefix_tokens, types)
 
 
 def visible(

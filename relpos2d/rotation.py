@@ -21,14 +21,20 @@ class Rotation:
     Args:
         angles: (*batch, heads or 1, tokens, pairs), in radians.
         layout: "interleaved" or "half".
+        magnitudes: like the angles, what turned pairs are multiplied with (xPos, YaRN); constants without gradient. None: 1.
     """
 
-    def __init__(self, angles: Float[Tensor, "*batch heads tokens pairs"], layout: str) -> None:
+    def __init__(
+        self,
+        angles: Float[Tensor, "*batch heads tokens pairs"],
+        layout: str,
+        magnitudes: Float[Tensor, "*batch heads tokens pairs"] | None = None,
+    ) -> None:
         self.layout, self.dtype = layout, angles.dtype
-        self.angles, self.factors = angles, None
+        self.angles, self.magnitudes, self.factors = angles, magnitudes, None
         if runs_eagerly():
             with torch.no_grad():
-                self.factors = _factors(angles, layout)
+                self.factors = _factors(*_cos_and_sin(angles, magnitudes), layout)
 
     @property
     def nbytes(self) -> int:
@@ -38,7 +44,7 @@ class Rotation:
         """x (B, heads, tokens, head_dim), turned at the precision of the angles, in the dtype of x."""
         wide = x if x.dtype == self.dtype else x.to(self.dtype)
         if self.factors is None:
-            turned = turn(wide, self.angles, self.layout)
+            turned = turn(wide, self.angles, self.layout, self.magnitudes)
         elif torch.is_grad_enabled() and (wide.requires_grad or self.angles.requires_grad):
             turned = _Turn.apply(wide, self.angles, self.factors, self.layout)
         else:
@@ -46,9 +52,9 @@ class Rotation:
         return turned if turned.dtype == x.dtype else turned.to(x.dtype)
 
 
-def turn(x: Tensor, angles: Tensor, layout: str) -> Tensor:
-    """Turn each pair (a, b) of channels: (a cos - b sin, a sin + b cos). The reference, in real arithmetic."""
-    cos, sin = angles.cos(), angles.sin()
+def turn(x: Tensor, angles: Tensor, layout: str, magnitudes: Tensor | None = None) -> Tensor:
+    """Turn each pair (a, b) of channels: (a cos - b sin, a sin + b cos), times its magnitude. The reference, in real arithmetic."""
+    cos, sin = _cos_and_sin(angles, magnitudes)
     if layout == "interleaved":
         first, second = x[..., 0::2], x[..., 1::2]
         return torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
@@ -87,9 +93,13 @@ class _Turn(torch.autograd.Function):
         return grad_x, grad_angles, None, None
 
 
-def _factors(angles: Tensor, layout: str) -> Tensor:
-    """cos + i sin; for halves two tensors of head_dim, [cos cos] to multiply x with, [-sin sin] for x with its halves swapped."""
+def _cos_and_sin(angles: Tensor, magnitudes: Tensor | None) -> tuple[Tensor, Tensor]:
     cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if magnitudes is None else (cos * magnitudes, sin * magnitudes)
+
+
+def _factors(cos: Tensor, sin: Tensor, layout: str) -> Tensor:
+    """cos + i sin; for halves two tensors of head_dim, [cos cos] to multiply x with, [-sin sin] for x with its halves swapped."""
     if layout == "interleaved":
         return torch.complex(cos, sin)
     return torch.stack((torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)))

@@ -17,7 +17,7 @@ from relpos2d.attention import explicit, flex, lattice, lowrank, sdpa
 from relpos2d.attention.choice import BACKENDS, Explanation, Request, choose
 from relpos2d.attention.explicit import repeated
 from relpos2d.eager import runs_eagerly
-from relpos2d.encoding import MAX_KEPT_BYTES, Encoding, LatticeNumbers, Prepared, autocast_state
+from relpos2d.encoding import MAX_KEPT_BYTES, Encoding, LatticeNumbers, Prepared, Projections, autocast_state
 from relpos2d.positions import Grid, Points, Positions, real_tokens, visible
 
 
@@ -36,6 +36,7 @@ def attend(
     scale: float | None = None,
     backend: str = "auto",
     memory_limit: int | None = None,
+    project: Projections | None = None,
     explain: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -53,6 +54,7 @@ def attend(
     scale: float | None = None,
     backend: str = "auto",
     memory_limit: int | None = None,
+    project: Projections | None = None,
     explain: Literal[True],
 ) -> tuple[Tensor, Explanation]: ...
 def attend(
@@ -69,6 +71,7 @@ def attend(
     scale: float | None = None,
     backend: str = "auto",
     memory_limit: int | None = None,
+    project: Projections | None = None,
     explain: bool = False,
 ) -> (
     Float[Tensor, "batch heads queries value_dim"] | tuple[Float[Tensor, "batch heads queries value_dim"], Explanation]
@@ -87,6 +90,8 @@ def attend(
         scale: of the scores, head_dim ** -0.5 unless given.
         backend: "explicit", "sdpa", "flex", "lowrank" (not exact), or "auto" for the fastest that is right.
         memory_limit: bytes that may be held beside inputs and output; None: as many as the fastest way takes.
+        project: the functions (channels to heads * head_dim) that made q and k of the tokens, for an encoding that projects its
+            vectors with them too (`deberta` with share_projections).
         explain: return the output and an `Explanation` of the way that was taken.
 
     Returns:
@@ -127,6 +132,7 @@ def attend(
         dropout_p=dropout_p,
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         is_prepared=prepared is not None,
+        project=project,
     )
     explanation = choose(request, backend, memory_limit)
     if explanation.backend == "lowrank":
@@ -170,7 +176,7 @@ def _whole(request: Request, *, fused: bool) -> Tensor:
     if seen_keys is not None:
         k, v = (torch.where(repeated(seen_keys, batch), x, 0) for x in (k, v))
 
-    score = encoding.score(q, k, q_pos, k_pos, request.scale)
+    score = encoding.score(q, k, q_pos, k_pos, request.scale, request.project)
     if score is not None:
         mask = score if mask is None else repeated(mask, batch) + score
     q, k = dataclasses.replace(request, q=q, k=k).turned()

@@ -14,7 +14,7 @@ from torch import Tensor
 from relpos2d.attention import flex, fused
 from relpos2d.attention.fused import Rows
 from relpos2d.eager import is_transformed, runs_eagerly
-from relpos2d.encoding import Encoding, LatticeNumbers
+from relpos2d.encoding import Encoding, LatticeNumbers, Projections
 from relpos2d.positions import Grid, OffsetLattice, Positions
 
 BACKENDS = ("auto", "explicit", "sdpa", "flex", "lowrank")
@@ -62,6 +62,7 @@ class Request:
         mask: (1 or part of the batch, 1 or heads, 1 or Nq, 1 or Nk), bool or added.
         is_causal: False where every query sees every key anyhow.
         is_prepared: the numbers are those of `Encoding.prepare`, and not to be asked for again.
+        project: the host's projections of queries and keys.
     """
 
     q: Tensor
@@ -76,6 +77,7 @@ class Request:
     dropout_p: float
     scale: float
     is_prepared: bool = False
+    project: Projections | None = None
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys with what the encoding does to them."""
