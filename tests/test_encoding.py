@@ -1,5 +1,6 @@
 """The base class, its vector hooks, sums, and making encodings by name."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Literal
@@ -71,6 +72,42 @@ class Decomposed(Encoding):
         rows = (self.rel_pos_h, self.rel_pos_w)[axis][0]
         last = len(rows) - 1
         return multilinear(lambda whole: rows[min(max(whole[0] + last // 2, 0), last)], (d,))
+
+
+class Waves(Encoding):
+    """Vectors by a formula of the offset, as in Transformer-XL, that meet the query plus something."""
+
+    family = "vectors"
+
+    def __init__(self, *sizes, meets: Literal["query", "key", "value"] = "query", **options):
+        super().__init__(*sizes, **options)
+        self.meets = meets
+        self.frequency = nn.Parameter(torch.rand(self.num_heads, 1, self.head_dim, dtype=options.get("dtype")))
+        self.pos_bias_v = nn.Parameter(torch.randn(self.num_heads, 1, self.head_dim, dtype=options.get("dtype")))
+
+    def terms(self) -> list[Term]:
+        def vectors(offsets: Tensor) -> Tensor:
+            return (offsets.to(self.frequency.dtype) * self.frequency).sin()
+
+        return [Term(vectors, self.meets, added=None if self.meets == "value" else self.pos_bias_v)]
+
+    def row(self, h: int, d: tuple[float, ...]) -> Tensor:
+        return (d[0] * self.frequency[h, 0]).sin()
+
+
+class Projected(Encoding):
+    """Vectors that the host's own projection makes of embeddings of clipped offsets, as in DeBERTa."""
+
+    family = "vectors"
+
+    def __init__(self, *sizes, meets: Literal["query", "key"] = "query", **options):
+        super().__init__(*sizes, **options)
+        self.meets = meets
+        self.rows = nn.Parameter(torch.randn(1, 5, self.num_heads * self.head_dim, dtype=options.get("dtype")))
+
+    def terms(self) -> list[Term]:
+        other: Literal["query", "key"] = "key" if self.meets == "query" else "query"
+        return [Term(self.rows, self.meets, lambda d: d[..., 0].clamp(-2, 2) + 2, projected=other)]
 
 
 class ContentShift(Encoding):
@@ -155,6 +192,63 @@ class TestTerms:
         out = attend(q, k, v, encoding, q_pos, k_pos, scale=scale)
         assert_same(out, expected, [q, k, v, encoding.rows])
         assert_close(attend(q, k, v, encoding, q_pos, k_pos, scale=scale, backend="explicit"), out)
+
+    @pytest.mark.parametrize("meets", ["query", "key", "value"])
+    @pytest.mark.parametrize(("q_pos", "k_pos"), LINES)
+    def test_vectors_by_a_formula(
+        self, q_pos: Positions, k_pos: Positions, meets: Literal["query", "key", "value"]
+    ) -> None:
+        encoding = Waves(2, 3, Grid(5), meets=meets, strength=0.5, dtype=torch.float64)
+        q, k, v = inputs(q_pos, k_pos)
+        vector = per_pair(q_pos, k_pos, encoding.row, torch.zeros(3, dtype=torch.float64))
+        if meets == "value":
+            leaves = [q, k, v, encoding.frequency]
+            expected = pair_attention(q, k, v, 0.7, value=lambda b, h, i, j: 0.5 * vector(b, h, i, j))
+        else:
+            leaves = [q, k, v, encoding.frequency, encoding.pos_bias_v]
+
+            def number(b: int, h: int, i: int, j: int) -> Tensor:
+                side = q[b, h, i] if meets == "query" else k[b, h, j]
+                return 0.7 * 0.5 * ((side + encoding.pos_bias_v[h, 0]) * vector(b, h, i, j)).sum()
+
+            expected = pair_attention(q, k, v, 0.7, number)
+        assert_same(attend(q, k, v, encoding, q_pos, k_pos, scale=0.7), expected, leaves)
+
+    @pytest.mark.parametrize("meets", ["query", "key"])
+    def test_vectors_that_the_host_projects(self, meets: Literal["query", "key"]) -> None:
+        encoding = Projected(2, 3, Grid(5), meets=meets, dtype=torch.float64)
+        project = nn.Linear(6, 6).double(), nn.Linear(6, 6).double()
+        line = Grid(4, num_prefix_tokens=1)
+        q, k, v = inputs(line, line)
+        made = project[1 if meets == "query" else 0](encoding.rows[0]).unflatten(-1, (2, 3))
+        vector = per_pair(
+            line, line, lambda h, d: made[int(min(max(d[0], -2), 2)) + 2, h], torch.zeros(3, dtype=torch.float64)
+        )
+
+        def number(b: int, h: int, i: int, j: int) -> Tensor:
+            return 0.7 * ((q[b, h, i] if meets == "query" else k[b, h, j]) * vector(b, h, i, j)).sum()
+
+        out = attend(q, k, v, Combined(encoding, positions=line), line, scale=0.7, project=project)
+        used = project[1 if meets == "query" else 0]
+        assert_same(out, pair_attention(q, k, v, 0.7, number), [q, k, v, encoding.rows, used.weight, used.bias])
+        with refuses(
+            r"shares the projections of queries and keys with its host; give them: project=\(q_proj, k_proj\)"
+        ):
+            attend(q, k, v, encoding, line)
+
+    def test_a_formula_is_asked_once_per_distinct_offset(self) -> None:
+        encoding, asked = Waves(2, 3, Grid(5), dtype=torch.float64), []
+        (term,) = encoding.terms()
+
+        def counting(offsets: Tensor) -> Tensor:
+            asked.append(len(offsets))
+            return term.vectors(offsets)
+
+        encoding.terms = lambda: [dataclasses.replace(term, vectors=counting)]
+        q, k, _ = inputs(Grid(7), Grid(4))
+        encoding.score(q, k, Grid(7), Grid(4), 1.0)
+        encoding.score(q, k, Grid(7).points(2), Grid(4).points(2), 1.0)
+        assert asked == [10, 10]
 
     @pytest.mark.parametrize(
         ("q_pos", "k_pos"),

@@ -354,6 +354,29 @@ class TestJoin:
             make()
 
 
+class TestTokenTypes:
+    def test_parts_and_joins_carry_them(self) -> None:
+        types = torch.tensor([[0, 0, 1], [0, 1, 1]])
+        points = Points(torch.zeros(2, 3, 1), num_prefix_tokens=1, token_types=types)
+        assert points.part(1, 3).token_types.tolist() == [[0, 1], [1, 1]]
+        joined = join(points, Points(torch.zeros(2, 1, 1), token_types=torch.tensor([[2], [3]])))
+        assert joined.token_types.tolist() == [[0, 0, 1, 2], [0, 1, 1, 3]]
+        assert joined.num_prefix_tokens == 1
+
+    def test_hide_nothing(self) -> None:
+        points = Points(torch.zeros(1, 3, 1), token_types=torch.tensor([[0, 1, 0]]))
+        assert visible(points, points) is None
+
+    def test_refuses(self) -> None:
+        with refuses(r"Points: token_types has shape \(1, 2\), coordinates allow \(1, 3\)"):
+            Points(torch.zeros(1, 3, 1), token_types=torch.zeros(1, 2, dtype=torch.long))
+        with refuses("Points: token_types is torch.float32, allowed are whole numbers"):
+            Points(torch.zeros(1, 3, 1), token_types=torch.zeros(1, 3))
+        typed = Points(torch.zeros(1, 2, 1), token_types=torch.zeros(1, 2, dtype=torch.long))
+        with refuses("join: all parts must have token_types, or none"):
+            join(typed, Grid(2))
+
+
 class TestVisible:
     def test_everybody_sees_everybody(self) -> None:
         assert visible(Grid(3, 2), Grid(4, 2)) is None
