@@ -54,7 +54,9 @@ def test_gradients_of_a_compiled_block() -> None:
         assert_close(mine, theirs)
 
 
-@pytest.mark.parametrize(("family", "encoding"), [("vit", "table"), ("swin", "rope_mixed")])
+@pytest.mark.parametrize(
+    ("family", "encoding"), [pytest.param("vit", "table", marks=pytest.mark.long), ("swin", "rope_mixed")]
+)
 def test_c8_compiled_at_two_sizes(family: str, encoding: str) -> None:
     stages: dict[str, Any] = {"depth": 1} if family == "vit" else STAGES
     model = swapped(family, encoding, img_size=(64, 64), dynamic_img_size=True, **stages)
@@ -67,10 +69,10 @@ def test_c8_compiled_at_two_sizes(family: str, encoding: str) -> None:
 #: the last grid, 6x7, fits into one window
 FOUR_STAGES: dict[str, Any] = {"window_size": 7, "depths": (1, 1, 1, 1), "num_heads": (3, 6, 6, 12)}
 TWO_STAGES: dict[str, Any] = {"window_size": 7, **STAGES}
-EXPORTED: list[tuple[str, Any, tuple[int, int], dict[str, Any]]] = [
+EXPORTED: list[Any] = [
     ("vit", ["table", "rope_mixed"], (64, 96), {"depth": 1}),
     ("deit3", ["cpb", "sincos"], (64, 96), {"depth": 1}),
-    ("swin", "table", (192, 224), FOUR_STAGES),
+    pytest.param("swin", "table", (192, 224), FOUR_STAGES, marks=pytest.mark.long),
     ("swinv2", "cpb", (48, 56), {**TWO_STAGES, "depths": (1, 1)}),
 ]
 

@@ -92,7 +92,9 @@ def test_the_hub_is_asked_for_the_source_model(name: str) -> None:
         )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.long] if "base" in name else []) for name in NAMES]
+)
 def test_true_size(name: str) -> None:
     model = timm.create_model(name).eval()
     side = 256 if family(name) == "swinv2" else 224

@@ -215,6 +215,7 @@ assert "no position" in [row.name for row in result.results if row.seconds]
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(available_bytes() is None, reason="the system does not tell what is available")
 def test_too_much_memory_is_a_row_and_not_the_end_of_the_process() -> None:
     """In a process of its own: a package whose import fails for want of memory stays broken for whoever comes next."""
