@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
@@ -209,9 +210,8 @@ class Encoding(nn.Module):
         total = None
         for term in self.terms():
             if term.meets != "value":
-                part = term.score(q, k, q_pos, k_pos, project) * (self.strength * (scale if term.scaled else 1.0)).to(
-                    q.dtype
-                )
+                factor = (self.strength * (scale if term.scaled else 1.0)).to(q.dtype)
+                part = term.score(q, k, q_pos, k_pos, project, factor)
                 total = part if total is None else total + part
         return total
 
@@ -318,13 +318,14 @@ class Term:
 
     Args:
         vectors: a table (heads or 1, buckets, head_dim), or a formula: from offsets (K, axes) to (heads or 1, K, head_dim). It is
-            asked once for each distinct offset.
+            asked once for each distinct offset, or for each pair where nearly all differ.
         meets: "query" (q . vector), "key" (k . vector) or "value" (the weights pick vectors that join the output).
         bucket: of a table: from whole offsets (..., axes) to its rows (...). Between whole offsets the vectors of the
             neighbours are mixed.
         scaled: whether the product is multiplied by the scale of the scores.
         added: (heads, 1, head_dim), what is added to the query or key before it meets a vector; v of Transformer-XL.
-        projected: which of the host's projections makes vectors of `vectors`, which then have the channels of a token.
+        projected: what makes vectors of `vectors`, which then have the channels of a token (and 1 head): one of the host's
+            projections, or a function (K, channels) to (K, heads * head_dim).
     """
 
     vectors: Tensor | Callable[[Tensor], Tensor]
@@ -332,18 +333,79 @@ class Term:
     bucket: Callable[[Tensor], Tensor] | None = None
     scaled: bool = True
     added: Float[Tensor, "heads 1 head_dim"] | None = None
-    projected: Literal["query", "key"] | None = None
+    projected: Literal["query", "key"] | Callable[[Tensor], Tensor] | None = None
 
     def score(
-        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, project: Projections | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_pos: Positions,
+        k_pos: Positions,
+        project: Projections | None = None,
+        factor: Tensor | float = 1.0,
     ) -> Tensor:
+        """`factor` times the product that each pair of tokens picks; 0 where a prefix token takes part."""
         by_query = self.meets == "query"
         side, pos = (q, q_pos) if by_query else (k, k_pos)
         side = side[..., pos.num_prefix_tokens :, :]
         if self.added is not None:
             side = side + self.added.to(side.dtype)
+        side = side * factor  # before the product, which may be too large for half precision
+        lattice = _lattice(q_pos, k_pos)
+        if lattice is not None and self._fits(lattice):
+            vectors = self._projected(self._along(lattice, side), side, project)
+            total = _shifted(side, vectors.flip(-2) if by_query else vectors)
+            total = total if by_query else total.transpose(-1, -2)
+        else:
+            total = self._picked(side, q_pos, k_pos, project)
+        if not q_pos.num_prefix_tokens and not k_pos.num_prefix_tokens:
+            return total
+        return nn.functional.pad(total, (k_pos.num_prefix_tokens, 0, q_pos.num_prefix_tokens, 0))
+
+    def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor:
+        weights = weights[..., q_pos.num_prefix_tokens :, k_pos.num_prefix_tokens :]
+        vectors, picks = self._picks(q_pos, k_pos, weights)
+        if not picks:
+            joined = torch.einsum("bhqk,hbqkd->bhqd", weights, vectors.to(weights.dtype))
+        else:
+            per_row = weights.new_zeros(*weights.shape[:-1], vectors.shape[-2])
+            for index, weight in picks:
+                share = weights if weight is None else weights * weight.to(weights.dtype)
+                per_row = per_row.scatter_add(-1, index.expand_as(share), share)
+            joined = per_row @ vectors.to(weights.dtype)
+        return nn.functional.pad(joined, (0, 0, q_pos.num_prefix_tokens, 0))
+
+    def _fits(self, lattice: OffsetLattice) -> bool:
+        """Whether a vector for each offset of a line is the cheapest: each row of pairs is then that of its neighbour, shifted."""
+        if not lattice.is_line:
+            return False
+        # a size that is a symbol must not be compared
+        return not isinstance(self.vectors, Tensor) or (
+            runs_eagerly() and lattice.num_offsets <= self.vectors.shape[-2]
+        )
+
+    def _along(self, lattice: OffsetLattice, like: Tensor) -> Tensor:
+        """A vector (heads or 1, offsets, ...) for each offset of a line, rising."""
+        offsets = lattice.offsets(device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
+        if not isinstance(self.vectors, Tensor):
+            return self.vectors(offsets)
+        assert self.bucket is not None
+        if lattice.is_whole:
+            return self.vectors[:, self.bucket(offsets).long()]
+        total: Tensor | int = 0
+        for whole, weight in corners(offsets):
+            total = total + self.vectors[:, self.bucket(whole).long()] * weight.unsqueeze(-1).to(self.vectors.dtype)
+        assert isinstance(total, Tensor)
+        return total
+
+    def _picked(self, side: Tensor, q_pos: Positions, k_pos: Positions, project: Projections | None) -> Tensor:
+        """Products of each query or key with all vectors, of which its pairs pick theirs."""
+        by_query = self.meets == "query"
         vectors, picks = self._picks(q_pos, k_pos, side)
-        per_row = side @ self._projected(vectors, side, project).transpose(-1, -2)
+        if not picks:
+            pairs = self._projected(vectors.flatten(1, -2), side, project).unflatten(1, vectors.shape[1:-1])
+            return torch.einsum(f"bh{'q' if by_query else 'k'}d,hbqkd->bhqk", side, pairs)
+        per_row = _products(side, self._projected(vectors, side, project))
         total: Tensor | int = 0
         for index, weight in picks:
             rows = index if by_query else index.transpose(-1, -2)
@@ -351,38 +413,35 @@ class Term:
             picked = picked if by_query else picked.transpose(-1, -2)
             total = total + (picked if weight is None else picked * weight.to(side.dtype))
         assert isinstance(total, Tensor)
-        return nn.functional.pad(total, (k_pos.num_prefix_tokens, 0, q_pos.num_prefix_tokens, 0))
-
-    def value(self, weights: Tensor, q_pos: Positions, k_pos: Positions) -> Tensor:
-        weights = weights[..., q_pos.num_prefix_tokens :, k_pos.num_prefix_tokens :]
-        vectors, picks = self._picks(q_pos, k_pos, weights)
-        per_row = weights.new_zeros(*weights.shape[:-1], vectors.shape[-2])
-        for index, weight in picks:
-            share = weights if weight is None else weights * weight.to(weights.dtype)
-            per_row = per_row.scatter_add(-1, index.expand_as(share), share)
-        return nn.functional.pad(per_row @ vectors.to(weights.dtype), (0, 0, q_pos.num_prefix_tokens, 0))
+        return total
 
     def _projected(self, vectors: Tensor, side: Tensor, project: Projections | None) -> Tensor:
         if self.projected is None:
             return vectors.to(side.dtype)
-        if project is None:
+        if not isinstance(self.projected, str):
+            made = self.projected(vectors.squeeze(0)).to(side.dtype)
+        elif project is None:
             raise ValueError(
                 "attend: the encoding shares the projections of queries and keys with its host; give them: "
                 "project=(q_proj, k_proj), or make it with projections of its own"
             )
-        made = project[0 if self.projected == "query" else 1](vectors.squeeze(0).to(side.dtype))
+        else:
+            made = project[0 if self.projected == "query" else 1](vectors.squeeze(0).to(side.dtype))
         return made.unflatten(-1, (side.shape[1], -1)).transpose(0, 1)
 
     def _picks(
         self, q_pos: Positions, k_pos: Positions, like: Tensor
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor | None]]]:
-        """Vectors (heads or 1, K, head_dim), and of each pair (1 or B, 1, Nq, Nk) the rows it reads, with their weights."""
+        """Vectors (heads or 1, K, ...), and of each pair (1 or B, 1, Nq, Nk) the rows it reads, with their weights.
+
+        Of a formula of which nearly each pair reads another vector: the vectors of all pairs (heads or 1, 1 or B, Nq, Nk, ...)
+        and no picks.
+        """
         device, dtype = like.device, torch.promote_types(like.dtype, torch.float32)
-        lattice = None
-        if isinstance(q_pos, Grid) and isinstance(k_pos, Grid):
-            lattice = q_pos.lattice(k_pos)
-            if lattice.num_offsets > q_pos.num_places * k_pos.num_places:
-                lattice = None
+        lattice = _lattice(q_pos, k_pos)
+        is_whole = lattice is not None and lattice.is_whole
+        if lattice is not None and lattice.is_line and not runs_eagerly():
+            lattice = None  # a size that is a symbol cannot be unfolded
 
         def of_pairs(x: Tensor) -> Tensor:
             """From distinct offsets to all pairs; what is given for all pairs stays as it is."""
@@ -395,18 +454,56 @@ class Term:
             else lattice.offsets(device=device, dtype=dtype)
         )
         if not isinstance(self.vectors, Tensor):
-            flat, index = offsets.flatten(0, -2), None
-            if lattice is None:
-                flat, index = flat.unique(dim=0, return_inverse=True)
-            else:
-                index = torch.arange(len(flat), device=device)
-            return self.vectors(flat), [(of_pairs(index.view(offsets.shape[:-1])), None)]
+            flat = offsets.flatten(0, -2)
+            if lattice is not None:
+                return self.vectors(flat), [
+                    (of_pairs(torch.arange(len(flat), device=device).view(offsets.shape[:-1])), None)
+                ]
+            if runs_eagerly():  # a compiler knows no number of distinct ones
+                distinct, index = flat.unique(dim=0, return_inverse=True)
+                if len(distinct) <= k_pos.num_places * like.shape[-1]:
+                    return self.vectors(distinct), [(of_pairs(index.view(offsets.shape[:-1])), None)]
+            batch = 1 if offsets.ndim == 3 else len(offsets)
+            return self.vectors(flat).unflatten(1, (batch, q_pos.num_places, k_pos.num_places)), []
         assert self.bucket is not None
-        if lattice is not None and lattice.is_whole:
+        if is_whole:
             return self.vectors, [(of_pairs(self.bucket(offsets).long()), None)]
         return self.vectors, [
             (of_pairs(self.bucket(whole).long()), of_pairs(weight)) for whole, weight in corners(offsets)
         ]
+
+
+def _lattice(q_pos: Positions, k_pos: Positions) -> OffsetLattice | None:
+    """The distinct offsets between two grids, if they are not more than the pairs."""
+    if not isinstance(q_pos, Grid) or not isinstance(k_pos, Grid):
+        return None
+    lattice = q_pos.lattice(k_pos)
+    # first, since a size that is a symbol should not be compared
+    if lattice.is_line or lattice.num_offsets <= q_pos.num_places * k_pos.num_places:
+        return lattice
+    return None
+
+
+def _products(side: Tensor, vectors: Float[Tensor, "heads vectors head_dim"]) -> Tensor:
+    """Each query or key times each vector; vectors that all heads share make one large product."""
+    return side @ (vectors[0] if len(vectors) == 1 else vectors).transpose(-1, -2)
+
+
+def _shifted(
+    side: Float[Tensor, "batch heads rows head_dim"], vectors: Float[Tensor, "heads offsets head_dim"]
+) -> Float[Tensor, "batch heads rows columns"]:
+    """Row i, column j: row i of `side` times vector rows - 1 - i + j, of which there are rows + columns - 1.
+
+    With one more vector, that nobody reads, a row of products is as long as both, and the next reads one place earlier:
+
+        # [. . a b c x]      [a b c x .]
+        # [. d e f . x]  ->  [d e f . x]
+        # [g h i . . x]      [g h i . .]
+    """
+    rows, stride = side.shape[-2], vectors.shape[-2]
+    products = _products(side, nn.functional.pad(vectors, (0, 0, 0, 1))).contiguous()
+    shape, strides = (*products.shape[:-1], stride - rows + 1), (*products.stride()[:-2], stride, 1)
+    return products.as_strided(shape, strides, rows - 1)
 
 
 class AbsoluteEncoding(Encoding):
@@ -443,6 +540,15 @@ class AbsoluteEncoding(Encoding):
         vectors = self.vectors(pos, device=x.device, dtype=dtype) * self.strength.to(dtype)
         vectors = nn.functional.pad(vectors, (0, 0, pos.num_tokens - vectors.shape[-2], 0))
         return (x + vectors).to(x.dtype)
+
+
+class VectorEncoding(Encoding):
+    """An encoding whose vectors meet queries, keys or values; a subclass writes only its ``terms``."""
+
+    family = "vector"
+
+    def terms(self) -> list[Term]:
+        raise NotImplementedError(f"{type(self).__name__}: write its vectors, terms() -> list[Term]")
 
 
 class NumberEncoding(Encoding):
@@ -618,16 +724,9 @@ class RotaryEncoding(Encoding):
         """One behind the last place, of each sample where there are Points; None if it does not matter."""
         if not self.knows_length:
             return None
-        longest: Tensor | None = None
-        for pos in positions:
-            if isinstance(pos, Grid):
-                last = torch.tensor(float(pos.origin[0] + pos.step[0] * (pos.shape[0] - 1)), dtype=torch.float64)
-                last = last.to(self.strength.device)
-            else:
-                last = pos.coords(device=self.strength.device, dtype=torch.float64).amax(dim=(1, 2))
-            longest = last if longest is None else torch.maximum(longest, last)
-        assert longest is not None
-        return longest + 1
+        # one axis: a length has a meaning on a sequence only
+        lasts = [p.coords(device=self.strength.device, dtype=torch.float64).amax(dim=(-2, -1)) for p in positions]
+        return functools.reduce(torch.maximum, lasts) + 1
 
     def _rotation(
         self, x: Tensor, pos: Positions, strength: Tensor | float, role: Role, length: Tensor | None

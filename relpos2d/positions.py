@@ -246,9 +246,15 @@ class OffsetLattice:
         return math.prod(self.shape)
 
     @property
+    def is_line(self) -> bool:
+        """Whether there is one axis, and neighbours of queries are as far apart as those of keys."""
+        return self.query_strides == self.key_strides == (1,)
+
+    @property
     def is_whole(self) -> bool:
         """Whether every offset is a whole number."""
-        return all(step.denominator == 1 for step in self.steps) and all(first.is_integer() for first in self.first)
+        origins = zip(self.queries.origin, self.keys.origin, strict=True)
+        return all(step.denominator == 1 for step in self.steps) and all((q - k).denominator == 1 for q, k in origins)
 
     def offsets(
         self, *, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32

@@ -21,7 +21,8 @@ class Rotation:
     Args:
         angles: (*batch, heads or 1, tokens, pairs), in radians.
         layout: "interleaved" or "half".
-        magnitudes: like the angles, what turned pairs are multiplied with (xPos, YaRN); constants without gradient. None: 1.
+        magnitudes: like the angles, what turned pairs are multiplied with (xPos, YaRN); None: 1. Where they want a gradient, the
+            plain formula is used.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Rotation:
     ) -> None:
         self.layout, self.dtype = layout, angles.dtype
         self.angles, self.magnitudes, self.factors = angles, magnitudes, None
-        if runs_eagerly():
+        if runs_eagerly() and not (magnitudes is not None and magnitudes.requires_grad):
             with torch.no_grad():
                 self.factors = _factors(*_cos_and_sin(angles, magnitudes), layout)
 

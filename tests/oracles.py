@@ -11,10 +11,15 @@ Number = Callable[[int, int, int, int], Tensor | float]
 
 
 def redraw(module: nn.Module, std: float = 0.5) -> None:
-    """Give every parameter new values of about `std`, so that nothing hides behind zeros."""
+    """Give every parameter new values of about `std`, so that nothing hides behind zeros; where a formula wants positive
+    numbers (KERPLE) they are, and what decides up to where an encoding is relative (FIRE's L) stays."""
     with torch.no_grad():
-        for parameter in module.parameters():
-            parameter.copy_(torch.randn(parameter.shape, dtype=torch.float64) * std)
+        for name, parameter in module.named_parameters():
+            drawn = torch.randn(parameter.shape, dtype=torch.float64) * std
+            if name.endswith(("bias_p", "bias_a")):
+                drawn = drawn.abs() + 0.2
+            if not name.endswith("L_multiplier"):
+                parameter.copy_(drawn)
 
 
 def grid_places(shape: Sequence[int], step: Sequence[float], origin: Sequence[float]) -> list[tuple[float, ...]]:

@@ -120,6 +120,51 @@ def test_first_and_second_derivatives(layout: str, heads: int) -> None:
     assert torch.autograd.gradgradcheck(turned, (x, angles))
 
 
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_magnitudes_by_the_formula(layout: str, heads: int, batch: tuple[int, ...]) -> None:
+    angles = torch.randn(*batch, heads, 5, 3, dtype=torch.float64, requires_grad=True)
+    magnitudes = torch.randn(*batch, 1, 5, 3, dtype=torch.float64).exp()
+    x = torch.randn(2, 4, 5, 6, dtype=torch.float64, requires_grad=True)
+    rotation = Rotation(angles, layout, magnitudes)
+    assert rotation.factors is not None
+    out, expected = rotation(x), turn(x, angles, layout, magnitudes)
+    assert_close(out, expected)
+    for ours, theirs in zip(gradients(out, [x, angles]), gradients(expected, [x, angles]), strict=True):
+        assert_close(ours, theirs)
+    with torch.no_grad():
+        assert_close(rotation(x), expected)
+    pairs = x.unflatten(-1, (3, 2) if layout == "interleaved" else (2, 3))
+    turned = out.unflatten(-1, (3, 2) if layout == "interleaved" else (2, 3))
+    dim = -1 if layout == "interleaved" else -2
+    assert_close(turned.norm(dim=dim), (pairs.norm(dim=dim) * magnitudes).expand_as(turned.norm(dim=dim)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_first_and_second_derivatives_with_magnitudes(layout: str) -> None:
+    angles = torch.randn(2, 3, 2, dtype=torch.float64, requires_grad=True)
+    magnitudes = torch.randn(1, 3, 2, dtype=torch.float64).exp()
+    x = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+
+    def turned(x: Tensor, angles: Tensor) -> Tensor:
+        return Rotation(angles, layout, magnitudes)(x)
+
+    assert torch.autograd.gradcheck(turned, (x, angles))
+    assert torch.autograd.gradgradcheck(turned, (x, angles))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_magnitudes_that_want_a_gradient_get_it(layout: str) -> None:
+    angles, logarithms = torch.randn(2, 1, 3, 2, dtype=torch.float64).requires_grad_()
+    x = torch.randn(2, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    inputs = [angles, logarithms, x]
+    out, expected = Rotation(angles, layout, logarithms.exp())(x), turn(x, angles, layout, logarithms.exp())
+    assert_close(out, expected)
+    for ours, theirs in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+        assert_close(ours, theirs)
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch's own, at the first jvp
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_transforms_of_functions_follow_the_formula(layout: str) -> None:
@@ -200,6 +245,111 @@ class OwnRotate(RotaryEncoding):
 
     def rotate(self, x, pos, role="query", *, strength=1.0):
         return super().rotate(x, pos, role, strength=strength if role == "query" else 0.5 * strength)
+
+
+class Told(RotaryEncoding):
+    """Turns the first six channels by the place, other for queries and keys, and by the length; and lengthens them."""
+
+    keeps = True
+    knows_length = True
+    turns_alike = False
+
+    def __init__(self, num_heads: int, head_dim: int, positions: Grid, **options: Any) -> None:
+        super().__init__(num_heads, head_dim, positions, rotary_dim=6, **options)
+        self.calls: list[tuple[str, list[float]]] = []
+
+    def turns(self, coords: Tensor, role: str, length: Tensor | None) -> tuple[Tensor, Tensor]:
+        assert length is not None
+        self.calls.append((role, length.reshape(-1).tolist()))
+        sign = 1 if role == "query" else -1
+        rates = torch.tensor([0.3, 0.2, 0.1], dtype=coords.dtype)
+        angles = coords * rates * (length.to(coords.dtype)[..., None, None] / 10)
+        return angles.unsqueeze(-3), (sign * 0.1 * coords * rates).unsqueeze(-3)
+
+    def plainly(self, x: Tensor, places: list[float], role: str, length: float, strength: float = 1.0) -> Tensor:
+        """Of tokens with these places, all samples alike."""
+        sign = 1 if role == "query" else -1
+        rates = torch.tensor([0.3, 0.2, 0.1], dtype=x.dtype)
+        products = torch.tensor(places, dtype=x.dtype)[:, None] * rates * strength
+        turned = turn(x[..., :6], products * length / 10, self.layout, (sign * 0.1 * products).exp())
+        return torch.cat((turned, x[..., 6:]), dim=-1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+class TestTold:
+    """Encodings that know role, length, magnitudes and the channels they turn."""
+
+    def test_each_side_by_the_formula_and_by_the_length_of_both(self, layout: str) -> None:
+        encoding = Told(3, 8, Grid(4), layout=layout, strength=0.5, dtype=torch.float64)
+        q_pos, k_pos = Grid(2, origin=3), Grid(7, num_prefix_tokens=1)
+        q, k = torch.randn(2, 3, 2, 8, dtype=torch.float64), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+        turned_q, turned_k = encoding.rotate_both(q, k, q_pos, k_pos)
+        assert encoding.calls == [("query", [7.0]), ("key", [7.0])]
+        assert_close(turned_q, encoding.plainly(q, [3, 4], "query", 7, 0.5))
+        assert torch.equal(turned_k[:, :, :1], k[:, :, :1])
+        assert_close(turned_k[:, :, 1:], encoding.plainly(k[:, :, 1:], list(range(7)), "key", 7, 0.5))
+        assert_close(encoding.rotate(q, q_pos, strength=0.5), encoding.plainly(q, [3, 4], "query", 5, 0.25))
+
+    def test_each_sample_has_its_length(self, layout: str) -> None:
+        encoding = Told(3, 8, Grid(4), layout=layout, dtype=torch.float64)
+        places = torch.tensor([[[0.0], [2.0], [1.0]], [[7.0], [8.0], [9.0]]], dtype=torch.float64)
+        valid = torch.tensor([[True, True, True], [True, True, False]])
+        points = Points(places, valid)
+        x = torch.randn(2, 3, 3, 8, dtype=torch.float64)
+        both = encoding.rotate_both(x, x[:, :, :1], points, Grid(1, origin=4))
+        assert encoding.calls[0] == ("query", [5.0, 9.0])
+        for b, (given, length) in enumerate([([0, 2, 1], 5), ([7, 8, 0], 9)]):
+            assert_close(both[0][b], encoding.plainly(x[b], given, "query", length))
+            assert_close(both[1][b], encoding.plainly(x[b, :, :1], [4], "key", length))
+
+    def test_what_is_kept_knows_them_all(self, layout: str) -> None:
+        encoding = Told(3, 8, Grid(4), layout=layout, dtype=torch.float64)
+        x = torch.randn(2, 3, 4, 8, dtype=torch.float64)
+        long = torch.randn(2, 3, 9, 8, dtype=torch.float64)
+        with torch.no_grad():
+            for strength in (1.0, 0.5, torch.tensor(0.5), torch.tensor(0.25)):
+                for length, other in ((4, Grid(4)), (9, Grid(9)), (4, Grid(4))):
+                    keys = x if length == 4 else long
+                    for _ in range(2):
+                        q, k = encoding.rotate_both(x, keys, Grid(4), other, strength=strength)
+                        amount = float(strength)
+                        assert_close(q, encoding.plainly(x, [0, 1, 2, 3], "query", length, amount))
+                        assert_close(k, encoding.plainly(keys, list(range(length)), "key", length, amount))
+        # of each pair of calls the second had both sides from the first, no call any from another strength or length
+        assert len(encoding.calls) == 4 * 3 * 2
+        encoding.set_strength(0.5)
+        with torch.no_grad():
+            assert_close(encoding.rotate(x, Grid(4)), encoding.plainly(x, [0, 1, 2, 3], "query", 4, 0.5))
+
+    def test_in_a_sum_whose_strength_changes(self, layout: str) -> None:
+        part = Told(3, 8, Grid(4), layout=layout, dtype=torch.float64)
+        encoding = Combined(part, strength=0.5)
+        assert encoding.knows_length
+        x = torch.randn(2, 3, 4, 8, dtype=torch.float64)
+        with torch.no_grad():
+            for strength in (0.5, 0.25):
+                encoding.set_strength(strength)
+                q, k = encoding.rotate_both(x, x, Grid(4), Grid(4))
+                assert_close(q, part.plainly(x, [0, 1, 2, 3], "query", 4, strength))
+                assert_close(k, part.plainly(x, [0, 1, 2, 3], "key", 4, strength))
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_d4_both_sides_keep_their_dtype(self, layout: str, dtype: torch.dtype) -> None:
+        encoding = Told(3, 8, Grid(4), layout=layout)
+        x = torch.randn(2, 3, 4, 8).to(dtype)
+        for out, role in zip(encoding.rotate_both(x, x, Grid(4), Grid(4)), ("query", "key"), strict=True):
+            assert out.dtype == dtype
+            assert_close(out.float(), encoding.plainly(x.float(), [0, 1, 2, 3], role, 4), dtype)
+
+    def test_points_that_learn_move_angles_and_magnitudes(self, layout: str) -> None:
+        encoding = Told(3, 8, Grid(4), layout=layout, dtype=torch.float64)
+        places = torch.tensor([[[0.5], [2.0], [1.0]]], dtype=torch.float64)
+        x = torch.randn(1, 3, 3, 8, dtype=torch.float64)
+
+        def turned(places: Tensor) -> Tensor:
+            return encoding.rotate(x, Points(places), "key")
+
+        assert torch.autograd.gradcheck(turned, (places.requires_grad_(),))
 
 
 class TestBoth:

@@ -410,7 +410,7 @@ def warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=2)
 
 
-def _size(num_bytes: float) -> str:
+def _size(num_bytes: int | float) -> str:
     for unit in ("bytes", "KiB", "MiB"):
         if num_bytes < 1024:
             return f"{num_bytes:.3g} {unit}"

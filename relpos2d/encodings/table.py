@@ -22,9 +22,11 @@ class OffsetTable(NumberEncoding):
     Args:
         resize: how a table is read for another window: "timm" (timm's own function; with one or three axes the same, axis by
             axis), "bicubic", or "clamp": offsets keep their meaning in tokens.
+        max_distance: the table holds offsets from -max_distance to max_distance on each axis, whatever the window is, and is
+            never resized; offsets beyond are read as those on its edge. None: the offsets of the window.
 
     Raises:
-        ValueError: an unknown way to resize.
+        ValueError: an unknown way to resize, or one for a table that is never resized; a distance below 1.
     """
 
     name = "table"
@@ -39,6 +41,7 @@ class OffsetTable(NumberEncoding):
         positions: Grid,
         *,
         resize: str = "timm",
+        max_distance: int | None = None,
         strength: float = 1.0,
         device: Any = None,
         dtype: Any = None,
@@ -46,8 +49,17 @@ class OffsetTable(NumberEncoding):
         super().__init__(num_heads, head_dim, positions, strength=strength, device=device, dtype=dtype)
         if resize not in RESIZE_METHODS:
             raise ValueError(f"OffsetTable: resize={resize!r} must be one of {', '.join(RESIZE_METHODS)}")
-        self.resize = resize
-        self.table_shape = tuple(2 * size - 1 for size in positions.shape)
+        if max_distance is not None:
+            if max_distance < 1:
+                raise ValueError(f"OffsetTable: max_distance={max_distance} must be at least 1")
+            if resize != "timm":
+                raise ValueError(
+                    f"OffsetTable: resize={resize!r} has no meaning with max_distance={max_distance}, whose table is never "
+                    "resized; give one of the two"
+                )
+        self.resize, self.max_distance = resize, max_distance
+        reaches = [size - 1 if max_distance is None else max_distance for size in positions.shape]
+        self.table_shape = tuple(2 * reach + 1 for reach in reaches)
         self.set_window_size(positions.shape)
         self.relative_position_bias_table = nn.Parameter(
             torch.empty(math.prod(self.table_shape), num_heads, device=device, dtype=dtype)
@@ -62,7 +74,7 @@ class OffsetTable(NumberEncoding):
         self.window = self._checked_window(window_size)
         self.window_size = self.window.shape
         sizes = tuple(2 * size - 1 for size in self.window_size)
-        keeps = sizes == self.table_shape or self.resize == "clamp"
+        keeps = sizes == self.table_shape or self.resize == "clamp" or self.max_distance is not None
         self.resize_matrices = None if keeps else resize_matrices(self.table_shape, sizes, self.resize)
 
     def table(self) -> Tensor:
@@ -88,13 +100,14 @@ class OffsetTable(NumberEncoding):
         saved = state_dict.get(key)
         if saved is not None:
             own, num_axes = self.relative_position_bias_table, len(self.table_shape)
-            holds_prefix = len(saved) == len(own) + 3 or _side(len(saved) - 3, num_axes) is not None
+            resizes = self.max_distance is None
+            holds_prefix = len(saved) == len(own) + 3 or (resizes and _side(len(saved) - 3, num_axes) is not None)
             if self.prefix_bias is not None and prefix + "prefix_bias" not in state_dict and holds_prefix:
                 # BEiT keeps [class -> patch, patch -> class, class -> class] as the last rows of the table
                 saved, state_dict[prefix + "prefix_bias"] = saved[:-3], saved[-3:]
             side = _side(len(saved), num_axes)
             # a table of another window is resized; one whose window is unknown is left for the loader to refuse
-            if saved.shape != own.shape and saved.shape[1:] == own.shape[1:] and side is not None:
+            if resizes and saved.shape != own.shape and saved.shape[1:] == own.shape[1:] and side is not None:
                 old_shape = (side,) * num_axes
                 method = "timm" if self.resize == "clamp" else self.resize
                 matrices = resize_matrices(old_shape, self.table_shape, method)
@@ -103,7 +116,8 @@ class OffsetTable(NumberEncoding):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, window_size={self.window_size}, resize={self.resize!r}"
+        how = f"resize={self.resize!r}" if self.max_distance is None else f"max_distance={self.max_distance}"
+        return f"{super().extra_repr()}, window_size={self.window_size}, {how}"
 
 
 def _same_places(positions: Grid, window: Grid) -> bool:

@@ -7,7 +7,7 @@ import itertools
 from dataclasses import dataclass, field
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Shaped
 from torch import Tensor
 
 from relpos2d.encoding import Encoding
@@ -413,7 +413,7 @@ def _offset_ids(grid: Grid) -> Tensor:
     return ids
 
 
-def _lines(by_offset: Float[Tensor, "offsets"], grid: Grid) -> list[Tensor]:
+def _lines(by_offset: Shaped[Tensor, "offsets"], grid: Grid) -> list[Tensor]:
     """For each axis what belongs to the offsets along it alone."""
     lattice = by_offset.unflatten(0, [2 * size - 1 for size in grid.shape])
     centre = [size - 1 for size in grid.shape]

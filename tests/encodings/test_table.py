@@ -10,9 +10,10 @@ from timm.models.swin_transformer import WindowAttention
 from torch import Tensor
 from torchvision.models.video.swin_transformer import ShiftedWindowAttention3d
 
-from relpos2d import Grid, attend, create_encoding
+from relpos2d import Grid, attend, check, create_encoding
 from relpos2d.encodings.table import OffsetTable
-from tests.oracles import difference, gradients, grid_places, multilinear, redraw
+from tests.oracles import difference, gradients, grid_places, multilinear, pair_attention, redraw
+from tests.refusals import refuses
 from tests.tolerances import assert_close
 
 
@@ -405,3 +406,90 @@ def test_b7_each_axis_is_resized_by_itself() -> None:
     expected = lines[0].table()[:, None] * lines[1].table()[None, :]
     assert both.table().shape == (11, 9, 1)
     torch.testing.assert_close(both.table(), expected, rtol=0, atol=1e-12)
+
+
+class TestMaxDistance:
+    @pytest.mark.parametrize(
+        ("queries", "keys"),
+        [
+            (Grid(5), Grid(12)),
+            (Grid(2, origin=20), Grid(22)),  # behind a cache
+            (Grid(3), Grid(3)),
+            (Grid(4), Grid(4)),  # whose offsets are just the table
+            (Grid(4, step=0.5, origin=0.25), Grid(3, step=2)),
+            (Grid(3, 6), Grid(5, 2)),
+        ],
+    )
+    def test_holds_these_offsets_whatever_the_grid_is(self, queries: Grid, keys: Grid) -> None:
+        encoding = table(*queries.shape, max_distance=3)
+        assert len(encoding.relative_position_bias_table) == 7**queries.num_axes
+        expected = looked_up(encoding, (4,) * queries.num_axes, queries, keys)
+        bias = encoding.bias(queries, keys)
+        assert_close(bias, expected)
+        parameter = [encoding.relative_position_bias_table]
+        assert_close(gradients(bias, parameter)[0], gradients(expected, parameter)[0])
+
+    def test_attention_and_its_gradients_pair_by_pair(self) -> None:
+        encoding, places_q, places_k = table(5, max_distance=2), (6, 7, 8), range(9)
+        rows = encoding.relative_position_bias_table
+        q, k, v = (torch.randn(2, 3, n, 4, dtype=torch.float64, requires_grad=True) for n in (3, 9, 9))
+        expected = pair_attention(
+            q, k, v, 0.5, lambda b, h, i, j: rows[min(max(places_q[i] - places_k[j], -2), 2) + 2, h]
+        )
+        out = attend(q, k, v, encoding, Grid(3, origin=6), Grid(9))
+        assert_close(out, expected)
+        inputs = [q, k, v, rows]
+        for ours, oracle in zip(gradients(out, inputs), gradients(expected, inputs), strict=True):
+            assert_close(ours, oracle)
+
+    @pytest.mark.parametrize("length", [2, 7, 33])
+    def test_relative_on_every_length(self, length: int) -> None:
+        encoding = table(length, max_distance=4)
+        check(encoding, Grid(length))
+        more = encoding.bias(Grid(length + 1), Grid(length + 1))
+        assert torch.equal(more[:, :length, :length], encoding.bias(Grid(length), Grid(length)))
+
+    def test_no_window_changes_it(self) -> None:
+        encoding = table(4, max_distance=3)
+        before = encoding.bias(Grid(9), Grid(9))
+        for size in (9, 4, 1):
+            encoding.set_window_size((size,))
+            assert encoding.window_size == (size,)
+            assert torch.equal(encoding.bias(Grid(9), Grid(9)), before)
+        with pytest.raises(ValueError, match="must have 1 axes"):
+            encoding.set_window_size((3, 3))
+
+    def test_points_are_the_grid(self) -> None:
+        encoding, grid = table(7, max_distance=3), Grid(7, step=0.75)
+        assert_close(encoding.bias(grid.points(2), grid), encoding.bias(grid, grid).expand(2, -1, -1, -1))
+
+    def test_another_length_loads_and_another_distance_is_refused(self) -> None:
+        long, short = table(30, max_distance=3), table(4, max_distance=3)
+        long.load_state_dict(short.state_dict())
+        assert torch.equal(long.relative_position_bias_table, short.relative_position_bias_table)
+        for other in (table(30, max_distance=4), table(4, 4, max_distance=2), table(5)):
+            with pytest.raises(RuntimeError, match="size mismatch for relative_position_bias_table"):
+                table(*other.positions.shape, max_distance=3).load_state_dict(other.state_dict())
+
+    def test_b8_rows_of_the_class_token_are_split_off(self) -> None:
+        source = table(9, max_distance=3)
+        rows, extra = source.relative_position_bias_table.detach(), torch.randn(3, 3, dtype=torch.float64)
+        state = {"strength": torch.tensor(1.0), "relative_position_bias_table": torch.cat([rows, extra])}
+        encoding = table(5, num_prefix_tokens=1, max_distance=3)
+        encoding.load_state_dict(state)
+        assert torch.equal(encoding.prefix_bias, extra)
+        assert torch.equal(encoding.relative_position_bias_table, rows)
+        with pytest.raises(RuntimeError, match=r"Missing key.*prefix_bias[\s\S]*\[10, 3\].*\[9, 3\]"):
+            table(5, num_prefix_tokens=1, max_distance=4).load_state_dict(state)
+
+    def test_half_parameters(self) -> None:
+        encoding = table(7, max_distance=3, dtype=torch.bfloat16)
+        q = torch.randn(1, 3, 7, 4, dtype=torch.bfloat16)
+        assert attend(q, q, q, encoding, Grid(7)).dtype == torch.bfloat16
+
+    def test_refusals(self) -> None:
+        with refuses("OffsetTable: max_distance=0 must be at least 1"):
+            table(7, max_distance=0)
+        with refuses("OffsetTable: resize='clamp' has no meaning with max_distance=3"):
+            table(7, max_distance=3, resize="clamp")
+        assert "window_size=(7,), max_distance=3" in repr(table(7, max_distance=3))
