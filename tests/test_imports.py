@@ -13,7 +13,7 @@ TESTS = Path(__file__).parent
 
 #: from the lowest room of the house to the highest; a room imports only from lower ones, or from itself
 ROOMS = [
-    *("eager", "positions", "interpolation", "rotation", "encoding", "attention", "encodings"),
+    *("eager", "positions", "interpolation", "rotation", "encoding", "attention", "scaling", "encodings"),
     *("tools", "backbones", "models", "cli"),
 ]
 

@@ -304,8 +304,9 @@ def _all_in_the_past(q_pos: Positions, k_pos: Positions) -> bool:
     """Whether every query sees every key though attention is causal, as one query behind a long cache does."""
     if not isinstance(q_pos, Grid) or not isinstance(k_pos, Grid) or q_pos.num_prefix_tokens:
         return False
-    last_key = k_pos.origin[0] + k_pos.step[0] * (k_pos.shape[0] - 1)
-    return q_pos.origin[0] >= last_key
+    # plain numbers: a compiler that takes a size as a symbol knows no fractions
+    last_key = float(k_pos.origin[0]) + float(k_pos.step[0]) * (k_pos.shape[0] - 1)
+    return float(q_pos.origin[0]) >= last_key
 
 
 def _combine_masks(

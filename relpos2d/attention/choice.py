@@ -170,6 +170,7 @@ class Request:
         parts = 3 if prefix or self.mask is not None or self.adds_scores or self.is_causal else 2
         return (
             self.added_bytes() * max(parts, 3 if self.trains_numbers else 0)
+            + self.vector_bytes(self.q.shape[2])
             + self.scratch_bytes()
             + self.turned_bytes()
         )
@@ -180,6 +181,17 @@ class Request:
         if self.mask is not None:
             tokens += 2 * (self.k.numel() + self.v.numel())
         return tokens * self.itemsize
+
+    def vector_bytes(self, queries: int) -> int:
+        """Products of the vectors with what they meet, for so many queries: each vector with each query, or with each key; and
+        the gradients of these."""
+        num_products = 0
+        for term in self.encoding.terms():
+            rows = queries + self.k.shape[2]
+            if isinstance(term.vectors, Tensor):
+                rows = min(rows, term.vectors.shape[-2])
+            num_products += rows * (self.k.shape[2] if term.meets == "key" else queries)
+        return 2 * self.q.shape[0] * self.q.shape[1] * num_products * self.itemsize
 
     def scratch_bytes(self) -> int:
         """Blocks in which scores are made again: they, what becomes of them, and room to shift rows."""
@@ -387,7 +399,8 @@ def rows_bytes(request: Request, rows: Rows) -> int:
 
 def explicit_bytes(request: Request) -> int:
     """Scores, the same with what is added, weights and dropped weights; in training the gradients of two of them."""
-    return (6 if request.trains else 4) * request.q.shape[0] * request.q.shape[1] * request.pairs * request.itemsize
+    scores = (6 if request.trains else 4) * request.q.shape[0] * request.q.shape[1] * request.pairs * request.itemsize
+    return scores + request.vector_bytes(request.q.shape[2])
 
 
 def block_bytes(request: Request, num_rows: int = 1) -> int:
@@ -395,7 +408,8 @@ def block_bytes(request: Request, num_rows: int = 1) -> int:
     pos = request.q_pos
     width = math.prod(pos.shape[1:]) if isinstance(pos, Grid) else 1
     queries = min(num_rows * width + pos.num_prefix_tokens, request.q.shape[2])
-    return explicit_bytes(request) * queries // max(request.q.shape[2], 1)
+    scores = explicit_bytes(request) - request.vector_bytes(request.q.shape[2])
+    return scores * queries // max(request.q.shape[2], 1) + request.vector_bytes(queries)
 
 
 def rows_per_block(request: Request, memory_limit: int) -> int:

@@ -23,7 +23,6 @@ from relpos2d.positions import Grid
 MlpName = Literal["swiglu", "gelu"]
 NormName = Literal["rmsnorm", "layernorm"]
 MLP_RATIOS = {"swiglu": 8 / 3, "gelu": 4.0}
-INIT_STD = 0.02
 
 
 class SelfAttention(nn.Module):
@@ -287,7 +286,7 @@ class Stack(nn.Module):
         for block in self.blocks:
             assert isinstance(block, Block)
             for weight in block.residual_outputs():
-                nn.init.normal_(weight, std=INIT_STD / (2 * len(self.blocks)) ** 0.5)
+                nn.init.normal_(weight, std=(2 * len(self.blocks) * weight.shape[1]) ** -0.5)
 
 
 def new_norm(norm: NormName, embed_dim: int) -> nn.Module:
@@ -296,13 +295,14 @@ def new_norm(norm: NormName, embed_dim: int) -> nn.Module:
 
 
 def reset(modules: Iterable[nn.Module]) -> None:
-    """Draw the parameters of modules and all within them anew: weights from a narrow normal distribution, no bias."""
+    """Draw the parameters of modules and all within them anew: weights with a variance of 1 / channels that they read (an
+    embedding's: that it makes), since the usual 0.02 is too small a start for few channels; no bias."""
     for module in modules:
         if isinstance(module, Encoding | Stack | nn.RMSNorm | nn.LayerNorm):
             module.reset_parameters()
             continue
         if isinstance(module, nn.Linear | nn.Embedding):
-            nn.init.normal_(module.weight, std=INIT_STD)
+            nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5)
             if isinstance(module, nn.Linear) and module.bias is not None:
                 nn.init.zeros_(module.bias)
         reset(module.children())

@@ -1,29 +1,58 @@
 """Data sets by the names that configs use."""
 
+from train.data.code import Code
 from train.data.digits import Digits, DigitScenes
+from train.data.headlines import Headlines
 from train.data.hub import Hub
 from train.data.images import Data, ImageData, ImageFolder, Images
+from train.data.news import News
+from train.data.order import Order
 from train.data.shards import ImageShards
+from train.data.text_folder import TextFolder
+from train.data.text_hub import TextHub
+from train.data.text_jsonl import TextJsonl
+from train.data.texts import Labelled, Pairs, Running, TextData
 from train.data.timm_sets import TimmData
+from train.data.verses import Verses
 
 DATA: dict[str, type[Data]] = {
+    "code": Code,
     "digits": Digits,
     "digit_scenes": DigitScenes,
+    "headlines": Headlines,
     "hub": Hub,
     "image_folder": ImageFolder,
     "image_shards": ImageShards,
+    "news": News,
+    "order": Order,
+    "text_folder": TextFolder,
+    "text_hub": TextHub,
+    "text_jsonl": TextJsonl,
     "timm": TimmData,
+    "verses": Verses,
 }
 
 __all__ = [
     "DATA",
+    "Code",
     "Data",
     "DigitScenes",
     "Digits",
+    "Headlines",
     "Hub",
     "ImageData",
     "ImageFolder",
     "ImageShards",
     "Images",
+    "Labelled",
+    "News",
+    "Order",
+    "Pairs",
+    "Running",
+    "TextData",
+    "TextFolder",
+    "TextHub",
+    "TextJsonl",
     "TimmData",
+    "Verses",
 ]

