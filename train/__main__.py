@@ -90,7 +90,7 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
             if accelerator.is_main_process:
                 opened.abandon()
             raise
-        on_main_process(accelerator, lambda: opened.begin(config, description))
+        on_main_process(accelerator, lambda: opened.begin(config, description, task.files))
 
         result = fit(learner, draws, folder)
         if accelerator.is_main_process:

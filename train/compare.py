@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from train.config import Config, load_config
 from train.report import read_history, readable, save
 from train.run_folder import CONFIG, FREE, HISTORY, METRICS, flat_config
+from train.tasks import task_class
 from train.tool import run_command, run_tool
 
 COLOURS = ("#1f5fbf", "#c03028", "#2e8b57", "#8a4fbf", "#d98e04", "#0e8f9e", "#7a5c3e", "#c2408f", "#555555", "#9aa51c")
@@ -24,20 +25,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description="Runs that differ in nothing but the seed are one row: mean and standard deviation over the seeds.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs")
-    parser.add_argument("--score", default="accuracy", help="a key of metrics.json (default: accuracy)")
+    parser.add_argument(
+        "--score", help="a key of metrics.json (default: what the task shows first: accuracy, perplexity, rougeL)"
+    )
     parser.add_argument("--picture", metavar="FILE.png", help="draw the curves of training and test there")
     return run_tool(compare, parser.parse_args(arguments))
 
 
 def compare(given: argparse.Namespace) -> int:
-    groups = group_runs([Path(run) for run in given.runs])
+    paths = [Path(run) for run in given.runs]
+    groups = group_runs(paths)
+    score = given.score or score_of(paths)
     rows: dict[str, list[dict[str, float]]] = {}
     for label, folders in groups.items():
-        rows[label] = [scores(folder, given.score) for folder in folders]
+        rows[label] = [scores(folder, score) for folder in folders]
     print(table(rows))
     if given.picture:
-        print(f"picture {readable(draw(groups, Path(given.picture), given.score))}")
+        print(f"picture {readable(draw(groups, Path(given.picture), score))}")
     return 0
+
+
+def score_of(folders: Iterable[Path]) -> str:
+    """What the task of the runs shows first.
+
+    Raises:
+        ValueError: they are of several tasks, which have no score in common.
+    """
+    found = {task_class(load_config(str(folder / CONFIG)).task).score for folder in folders}
+    if len(found) > 1:
+        raise ValueError(
+            f"the runs are of several tasks, with the scores {', '.join(sorted(found))}; name one: --score"
+        )
+    return found.pop()
 
 
 def scores(folder: Path, score: str) -> dict[str, float]:
@@ -94,16 +113,20 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
     columns = list(dict.fromkeys(key for runs in rows.values() for run in runs for key in run))
     lines = [["", "runs", *columns], ["---"] * (len(columns) + 2)]
     for name, runs in rows.items():
-        values = [[run[column] for run in runs if column in run] for column in columns]
-        lines.append([name, str(len(runs)), *(mean_and_deviation(v) for v in values)])
+        cells = []
+        for column in columns:
+            values = [run[column] for run in runs if column in run]
+            cells.append(mean_and_deviation(values, digits=0 if column == "seconds" else None))
+        lines.append([name, str(len(runs)), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def mean_and_deviation(values: Sequence[float]) -> str:
-    """`0.912 ± 0.004`; shares with three digits, larger numbers whole."""
+def mean_and_deviation(values: Sequence[float], digits: int | None = None) -> str:
+    """`0.912 ± 0.004`; shares with three digits behind the point, two up to a hundred, larger numbers whole."""
     if not values:
         return ""
-    digits = 3 if max(values) <= 10 else 0
+    if digits is None:
+        digits = 3 if max(values) <= 10 else 2 if max(values) < 100 else 0
     deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{statistics.mean(values):.{digits}f}{deviation}"
 

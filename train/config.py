@@ -8,9 +8,10 @@ import functools
 import inspect
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import timm
 import yaml
@@ -20,19 +21,53 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from timm.models import is_model, list_models
 from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
 
+import relpos2d
 from relpos2d import Grid, create_encoding, list_encodings
 from relpos2d.encodings import encoding_class, encoding_options
-from train.data import DATA, Data
+from relpos2d.models import EncoderDecoder, LanguageModel, TextClassifier
+from train.data import DATA, Data, Images
+from train.data.texts import Labelled, Pairs, Running
 from train.schema import AnyNode, ConfigError, Node, node_from_parameters, unknown_name, validate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-GROUPS = ("model", "encoding", "data", "loss", "optimizer", "schedule", "handover", "trainer")
+GROUPS = ("model", "encoding", "data", "loss", "optimizer", "schedule", "handover", "generation", "trainer")
+
+TaskName = Literal["classify", "text_classification", "language_modeling", "sequence_to_sequence"]
+GRIDS = {1: Grid(15), 2: Grid(3, 5)}
+
+
+@dataclass(frozen=True)
+class TaskKind:
+    """What a task works on. `model`: its only one, None for any timm backbone; `data`: what the data's load() gives."""
+
+    model: str | None
+    data: type
+    num_axes: int
+
+
+TASKS: dict[TaskName, TaskKind] = {
+    "classify": TaskKind(None, Images, num_axes=2),
+    "text_classification": TaskKind("text_classifier", Labelled, num_axes=1),
+    "language_modeling": TaskKind("language_model", Running, num_axes=1),
+    "sequence_to_sequence": TaskKind("encoder_decoder", Pairs, num_axes=1),
+}
+USES = {"labels": Labelled, "running": Running, "pairs": Pairs}
+TEXT_MODELS: dict[str, type] = {
+    "text_classifier": TextClassifier,
+    "language_model": LanguageModel,
+    "encoder_decoder": EncoderDecoder,
+}
 
 
 class Model(Node):
-    """A timm backbone by name; further keys are its constructor's. Image size, channels and classes come from the data."""
+    """A model by name; further keys are its constructor's, but for what follows from the data."""
 
     name: str
+
+
+class Backbone(Model):
+    """A timm backbone. Image size, channels and classes come from the data."""
+
     pretrained: bool = False
     absolute: Literal["keep", "fade", "remove"] | None = None
 
@@ -44,12 +79,29 @@ class Encoding(Node):
 
     @model_validator(mode="after")
     def constructor_agrees(self) -> "Encoding":
-        create_encoding({"name": self.name, **self.given()}, num_heads=2, head_dim=32, positions=Grid(3, 5))
-        return self
+        axes = encoding_class(self.name).axes
+        allowed = [number for number in (2, 1) if axes is None or number in axes]
+        refusals = []
+        for number in allowed:  # which of them is wanted, the task knows
+            try:
+                self.make(number)
+                return self
+            except ValueError as error:
+                refusals.append(error)
+        raise refusals[0]
+
+    def make(self, num_axes: int) -> relpos2d.Encoding:
+        """The encoding in a small size.
+
+        Raises:
+            ValueError: what its constructor says.
+        """
+        spec = {"name": self.name, **self.given()}
+        return create_encoding(spec, num_heads=2, head_dim=32, positions=GRIDS[num_axes])
 
 
 class Loss(Node):
-    """What a classifier minimises, with timm's label smoothing, Mixup and CutMix.
+    """What is minimised, with label smoothing; for images also timm's Mixup and CutMix.
 
     `mixup` and `cutmix` are the alphas of their beta distributions (0: off); a batch or an example (`mix_mode`) is mixed with
     probability `mix_prob`, by CutMix with probability `switch_prob` where both are on. The partner is looked for in the part of
@@ -119,6 +171,19 @@ class Handover(Node):
         return done if self.shape == "linear" else (1 - math.cos(math.pi * done)) / 2
 
 
+class Generation(Node):
+    """How an encoder-decoder writes what is evaluated: the likeliest token each time, or beam search with `num_beams`."""
+
+    num_beams: PositiveInt = 1
+    length_penalty: float = 1.0
+
+    @model_validator(mode="after")
+    def penalty_has_a_use(self) -> "Generation":
+        if self.num_beams == 1 and "length_penalty" in self.given():
+            raise ValueError(f"length_penalty = {self.length_penalty}: is for beam search, num_beams is 1")
+        return self
+
+
 class Trainer(Node):
     """How long, in which batches and where to train, and how often to log, evaluate and save (in steps).
 
@@ -165,7 +230,7 @@ class Trainer(Node):
 class Config(Node):
     """A whole run."""
 
-    task: Literal["classify"]
+    task: TaskName
     seed: int = Field(0, ge=0, lt=2**31)
     output: str | None = None
     model: Model
@@ -175,7 +240,52 @@ class Config(Node):
     optimizer: Optimizer
     schedule: Schedule
     handover: Handover | None = None
+    generation: Generation | None = None
     trainer: Trainer
+
+    @model_validator(mode="after")
+    def parts_fit_the_task(self) -> "Config":
+        if misfits := list(self.misfits()):
+            raise ValueError("; ".join(misfits))
+        return self
+
+    def misfits(self) -> Iterator[str]:
+        """What does not go with the task. What has a wrong name has a line already."""
+        kind, task = TASKS[self.task], f"task is {self.task}"
+        names = sorted(TEXT_MODELS) if kind.model is None else [kind.model]
+        if isinstance(self.model, Model) and (self.model.name in names) is (kind.model is None):
+            allowed = kind.model or "timm's backbones and relpos2d's (relpos2d_...)"
+            yield f"model.name = {self.model.name!r}: {task}, allowed: {allowed}"
+        if isinstance(self.data, Data) and not gives(self.data, kind.data):
+            allowed = ", ".join(sorted(name for name, data in DATA.items() if kind.data in may_load(data)))
+            use = getattr(self.data, "use", None)
+            used = f" with use = {use!r}" if use else ""
+            yield f"data.name = {self.data.name!r}{used}: does not go with this, {task}; allowed: {allowed}"
+        for number, encoding in enumerate(self.encodings):
+            if isinstance(encoding, Encoding):
+                where = f"encoding.{number}" if isinstance(self.encoding, tuple) else "encoding"
+                try:
+                    encoding.make(kind.num_axes)
+                except ValueError as error:
+                    yield f"{where}.name = {encoding.name!r}: {task}, on {kind.num_axes} axes: {error}"
+        if self.task != "sequence_to_sequence" and self.generation is not None:
+            yield f"generation: is for sequence_to_sequence, {task}; allowed: none"
+        if self.task == "sequence_to_sequence" and self.trainer.parallel == "fsdp2":
+            yield "trainer.parallel = 'fsdp2': texts of different lengths are generated, which it cannot; allowed: 'ddp'"
+        if kind.model is not None:
+            yield from self.options_of_images(task)
+
+    def options_of_images(self, task: str) -> Iterator[str]:
+        options: list[tuple[str, Any, Any]] = [
+            ("loss.name", self.loss.name, "cross_entropy"),
+            ("loss.mixup", self.loss.mixup, 0.0),
+            ("loss.cutmix", self.loss.cutmix, 0.0),
+            ("trainer.frozen_stages", self.trainer.frozen_stages, 0),
+            ("optimizer.layer_decay", self.optimizer.layer_decay, None),
+        ]
+        for path, value, allowed in options:
+            if value != allowed:
+                yield f"{path} = {value!r}: is for images, {task}; allowed: {allowed!r}"
 
     @model_validator(mode="after")
     def changes_end_before_training(self) -> "Config":
@@ -230,6 +340,18 @@ class Config(Node):
     @property
     def encodings(self) -> tuple[Encoding, ...]:
         return self.encoding if isinstance(self.encoding, tuple) else (self.encoding,)
+
+
+def may_load(data: type[Data]) -> tuple[type, ...]:
+    """What the data of a class can give: images, labelled or running text, or pairs of texts."""
+    given = inspect.signature(data.load, eval_str=True).return_annotation
+    return get_args(given) or (given,)
+
+
+def gives(data: Data, wanted: type) -> bool:
+    """Whether these data give what is wanted; own text says by `use` as what it is meant, and data that do not say may try."""
+    kinds = may_load(type(data))
+    return kinds == (Any,) or (kinds[0] if len(kinds) == 1 else USES[data.use]) is wanted  # type: ignore[attr-defined]
 
 
 def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
@@ -385,6 +507,8 @@ def model_node(name: str) -> type[Model]:
     """Keys from the class that timm builds under this name (built without memory, to see which class it is)."""
     import torch
 
+    if name in TEXT_MODELS:
+        return text_model_node(name)
     source = name.removeprefix("relpos2d_")
     if not is_model(name) or not is_model(source):
         raise ValueError(name)
@@ -392,7 +516,15 @@ def model_node(name: str) -> type[Model]:
         model = timm.create_model(source)
     parameters = inspect.signature(type(model).__init__).parameters
     optional = {key: p.replace(default=None) for key, p in parameters.items() if key != "self"}
-    return node_from_parameters(name, optional, Model, leave_out=("img_size", "in_chans", "num_classes"))
+    return node_from_parameters(name, optional, Backbone, leave_out=("img_size", "in_chans", "num_classes"))
+
+
+def text_model_node(name: str) -> type[Model]:
+    """Keys from the constructor of one of our text models."""
+    parameters = inspect.signature(TEXT_MODELS[name], eval_str=True).parameters
+    return node_from_parameters(
+        name, parameters, Model, leave_out=("vocab_size", "num_classes", "encoding", "padding_id", "device", "dtype")
+    )
 
 
 @functools.cache
@@ -415,7 +547,7 @@ def optimizer_node(name: str) -> type[Optimizer]:
 
 NODES: dict[str, tuple[type[Node], Callable[[], list[str]], Callable[[str], type[Node]]]] = {
     # group -> its fields under any name, the names there are, the node of a name
-    "model": (Model, lambda: list_models("relpos2d_*"), model_node),
+    "model": (Model, lambda: [*list_models("relpos2d_*"), *TEXT_MODELS], model_node),
     "encoding": (Encoding, lambda: [encoding.name for encoding in list_encodings()], encoding_node),
     "data": (Data, lambda: list(DATA), DATA.__getitem__),
     "optimizer": (Optimizer, optimizer_names, optimizer_node),
@@ -427,14 +559,27 @@ def resolved_yaml(config: Config) -> str:
     tree = config.model_dump(mode="json", serialize_as_any=True)
     # what a model's config leaves open is decided by timm under that name, and not by None
     tree["model"] = {
-        key: value for key, value in tree["model"].items() if key in Model.model_fields or key in config.model.given()
+        key: value
+        for key, value in tree["model"].items()
+        if key in Backbone.model_fields or key in config.model.given()
     }
+    if config.generation is None:
+        del tree["generation"]
     # a strength that is not given is the handover's
     members = tree["encoding"] if isinstance(tree["encoding"], list) else [tree["encoding"]]
     for encoding, member in zip(config.encodings, members, strict=True):
         if "strength" not in encoding.given():
             member.pop("strength", None)
     return OmegaConf.to_yaml(OmegaConf.create(tree))
+
+
+def encoding_argument(config: Config) -> Any:
+    """What a model's `encoding` takes: a dict, or a list of dicts for a sum."""
+
+    def plain(encoding: Encoding) -> dict[str, Any]:
+        return {"name": encoding.name, **encoding.given()}
+
+    return plain(config.encoding) if isinstance(config.encoding, Encoding) else [plain(e) for e in config.encoding]
 
 
 def default_output(name: str, config: Config) -> str:

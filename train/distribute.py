@@ -38,7 +38,8 @@ def share_out(model: nn.Module, accelerator: Accelerator) -> None:
 
 def attention_blocks(model: nn.Module) -> list[nn.Module]:
     """The transformer blocks of a model: what holds an attention."""
-    return [module for module in model.modules() if isinstance(getattr(module, "attn", None), nn.Module)]
+    names = ("attn", "attention")  # timm's and ours
+    return [m for m in model.modules() if any(isinstance(getattr(m, name, None), nn.Module) for name in names)]
 
 
 def wrap(model: nn.Module, accelerator: Accelerator, parallel: Literal["ddp", "fsdp2"]) -> nn.Module:

@@ -1,8 +1,8 @@
-"""`python -m train.evaluate CHECKPOINT [key=value ...]`: a trained classifier on other data, or at another size."""
+"""`python -m train.evaluate CHECKPOINT [key=value ...]`: a trained model on other data, or at another size."""
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +12,26 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from relpos2d import Grid, create_encoding
 from train.checkpoint import replace_text
-from train.config import Config, Encoding, load_config
-from train.data.description import Description
+from train.config import TASKS, Config, Encoding, load_config
+from train.data.description import Description, check_same_tokenizer
 from train.data.images import Example, Images
+from train.data.texts import LabelledTexts, PairRows, PairTexts, Rows
 from train.loop import create_accelerator
 from train.resize import by, set_image_size
-from train.restore import find_checkpoint, restore, without_pretrained
+from train.restore import Restored, find_checkpoint, restore, without_pretrained
 from train.run_folder import CONFIG, METRICS
 from train.schema import nearest
-from train.tasks.classify import Classify
+from train.tasks import create_task
 from train.tool import check_free, create_parser, parse_size, run_command, run_tool, written_aside
 
 SIZE_KEYS = ("image_size", "canvas")  # of data that come in any size
-OWN_KEYS = ("image_size", "permute_tokens", "output")
+FOR_TASKS = {
+    "image_size": ("classify",),
+    "permute_tokens": ("classify",),
+    "length": ("text_classification", "language_modeling"),
+}
+OWN_KEYS = ("image_size", "permute_tokens", "length", "output")
 TRAINER_KEYS = tuple(
     f"trainer.{key}" for key in ("batch_size", "num_workers", "num_threads", "device", "mixed_precision")
 )
@@ -35,7 +40,7 @@ TRAINER_KEYS = tuple(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = create_parser(
         "evaluate",
-        "Measures a trained classifier on a test split, and writes nothing unless told to. The run's own config holds; "
+        "Measures a trained model on a test split, and writes nothing unless told to. The run's own config holds; "
         "key=value changes it as in training, except for what would be another model.",
     )
     parser.add_argument(
@@ -44,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="key=value",
         help="data=image_folder data.path=FOLDER, image_size=48 or 48x64 (what each encoding makes of it is told), "
         "encoding.resize=clamp, trainer.batch_size=8; permute_tokens=true shuffles the patches of each image, a control; "
-        "output=FOLDER writes metrics.json and predictions.jsonl",
+        "length=2048 reads texts so many tokens at once; output=FOLDER writes metrics.json and the records",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return run_tool(evaluate, parser.parse_intermixed_args(arguments))
@@ -60,20 +65,16 @@ def evaluate(given: argparse.Namespace) -> int:
         check_free(output, "name another output")
 
     folder, found = find_checkpoint(Path(given.checkpoint))
-    config = changed_config(folder / CONFIG, overrides, own.get("image_size"))
+    config = changed_config(folder / CONFIG, overrides, own)
     restored = restore(found, given.weights, config)
     accelerator = create_accelerator(config)
     if config.trainer.num_threads is not None:
         torch.set_num_threads(config.trainer.num_threads)
 
     with accelerator.local_main_process_first():  # which may have to fetch the data
-        task = Classify(without_pretrained(config))
-    images = as_trained(task.images, restored.description)
-    policy = set_image_size(restored.model, images.height, images.width)
-    if permuted == "true":
-        embed: Any = restored.model.patch_embed
-        images = replace(images, test=PermutedPatches(images, embed.patch_size))
-    task.images, task.classes = images, restored.description.classes
+        task = create_task(without_pretrained(config))
+    adapt = adapt_texts if restored.is_text else adapt_images
+    seen = adapt(task, restored, own)
     metrics, records = task.evaluate(restored.model.to(accelerator.device), accelerator)
 
     if accelerator.is_main_process:
@@ -81,9 +82,7 @@ def evaluate(given: argparse.Namespace) -> int:
             "checkpoint": str(restored.checkpoint),
             "weights": restored.weights,
             "data": config.data.name,
-            "image_size": [images.height, images.width],
-            "permute_tokens": permuted == "true",
-            "resize": policy,
+            **seen,
         }
         if output is not None:
             with written_aside(output) as aside:
@@ -93,6 +92,55 @@ def evaluate(given: argparse.Namespace) -> int:
         print(json.dumps({**metrics, **about}) if given.json else as_text(metrics, about))
     accelerator.end_training()
     return 0
+
+
+def adapt_images(task: Any, restored: Restored, own: Mapping[str, str]) -> dict[str, Any]:
+    """Lets a task see images as the model was trained to, at their size; returns what is to be told of it."""
+    images = as_trained(task.images, restored.description)
+    policy = set_image_size(restored.model, images.height, images.width)
+    permuted = own.get("permute_tokens") == "true"
+    if permuted:
+        embed: Any = restored.model.patch_embed
+        images = replace(images, test=PermutedPatches(images, embed.patch_size))
+    task.images, task.classes = images, restored.description.classes
+    return {"image_size": [images.height, images.width], "permute_tokens": permuted, "resize": policy}
+
+
+def adapt_texts(task: Any, restored: Restored, own: Mapping[str, str]) -> dict[str, Any]:
+    """Lets a task read texts as the model was trained to, so many tokens at once; returns what is to be told of it."""
+    if task.about != restored.description.model_copy(update={"max_length": task.about.max_length}):
+        task.data = texts_as_trained(task.data, restored)
+    task.about = restored.description
+    if restored.config.task == "language_modeling":
+        task.length = int(own["length"]) if "length" in own else restored.description.max_length
+        return {"length": task.length}
+    return {"length": task.data.max_length}
+
+
+def texts_as_trained(data: Any, restored: Restored) -> Any:
+    """Data as the model knows data: in tokens of its own tokenizer, its classes by name.
+
+    Raises:
+        ValueError: a class that the model does not know, or texts that are there as tokens of another tokenizer only.
+    """
+    tokenizer, about, test = restored.tokenizer, restored.description, data.test
+    assert tokenizer is not None
+    if isinstance(test, LabelledTexts):
+        numbers = known_classes(data.classes, about.classes)
+        rows = Rows(names_of(test), test.texts, [numbers[label] for label in test.labels])
+        return replace(data, test=LabelledTexts(rows, tokenizer, data.max_length, "truncate"), tokenizer=tokenizer)
+    if isinstance(test, PairTexts):
+        pairs = PairRows(names_of(test), test.sources, test.targets)
+        sizes = (data.max_length, data.max_target_length)
+        return replace(data, test=PairTexts(pairs, tokenizer, *sizes, "truncate"), tokenizer=tokenizer)
+    check_same_tokenizer(data.tokenizer, about)
+    if (classes := getattr(data, "classes", None)) and classes != about.classes:
+        raise ValueError(f"the data have the classes {', '.join(classes)}, the model knows {', '.join(about.classes)}")
+    return data
+
+
+def names_of(test: LabelledTexts | PairTexts) -> list[str]:
+    return [f"test text {index}" for index in range(len(test))]
 
 
 def take_own(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
@@ -121,31 +169,40 @@ def take_own(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return overrides, own
 
 
-def changed_config(path: Path, overrides: Sequence[str], image_size: str | None) -> Config:
+def changed_config(path: Path, overrides: Sequence[str], own: Mapping[str, str]) -> Config:
     """The run's config with overrides, for the same model.
 
     Raises:
-        ValueError: the overrides are wrong, want another model, or a size of data that have none.
+        ValueError: the overrides are wrong, want another model, a size of data that have none, or what the task has no use for.
     """
     trained, config = load_config(str(path)), load_config(str(path), overrides)
-    if image_size is not None:
-        height, width = parse_size(image_size)
-        key = next((key for key in SIZE_KEYS if key in type(config.data).model_fields), None)
-        if key is None:
-            raise ValueError(f"image_size = {image_size}: {config.data.name} come in one size only")
-        value = height if key == "image_size" and height == width else [height, width]
-        config = load_config(str(path), [*overrides, f"data.{key}={value}"])
+    for key, value in own.items():
+        if config.task not in FOR_TASKS.get(key, (config.task,)):
+            raise ValueError(
+                f"{key} = {value}: is for {' and '.join(FOR_TASKS[key])}; {path.parent} is a run of {config.task}"
+            )
+    if "length" in own and not (own["length"].isdecimal() and int(own["length"])):
+        raise ValueError(f"length = {own['length']}: must be a whole number of at least 1")
+    if "length" in own and config.task == "text_classification":
+        config = load_config(str(path), [*overrides, f"data.max_length={own['length']}"])
+    if "image_size" in own:
+        height, width = parse_size(own["image_size"])
+        size_key = next((key for key in SIZE_KEYS if key in type(config.data).model_fields), None)
+        if size_key is None:
+            raise ValueError(f"image_size = {own['image_size']}: {config.data.name} come in one size only")
+        size = height if size_key == "image_size" and height == width else [height, width]
+        config = load_config(str(path), [*overrides, f"data.{size_key}={size}"])
     names, wanted = ([encoding.name for encoding in c.encodings] for c in (trained, config))
     if names != wanted:
         raise ValueError(
             f"encoding = {' + '.join(wanted)}: the model was trained with {' + '.join(names)}, and stays so"
         )
     for before, after in zip(trained.encodings, config.encodings, strict=True):
-        check_same_weights(before, after)
+        check_same_weights(before, after, TASKS[config.task].num_axes)
     return config
 
 
-def check_same_weights(trained: Encoding, wanted: Encoding) -> None:
+def check_same_weights(trained: Encoding, wanted: Encoding, num_axes: int = 2) -> None:
     """Refuses options that make or set weights: those are loaded, so that the options would be ignored.
 
     Raises:
@@ -155,8 +212,7 @@ def check_same_weights(trained: Encoding, wanted: Encoding) -> None:
     for encoding in (trained, wanted):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            spec = {"name": encoding.name, **encoding.given()}
-            made.append(create_encoding(spec, num_heads=2, head_dim=32, positions=Grid(3, 5)).state_dict())
+            made.append(encoding.make(num_axes).state_dict())
     before, after = made
     if before.keys() != after.keys() or not all(torch.equal(before[name], after[name]) for name in before):
         options = {key: value for key, value in wanted.given().items() if getattr(trained, key) != value}
@@ -175,15 +231,24 @@ def as_trained(images: Images, description: Description) -> Images:
         raise ValueError(
             f"the data have {images.num_channels} channels, the model was trained on {description.num_channels}"
         )
-    for name in images.classes:
-        if name not in description.classes:
-            wanted = nearest(name, description.classes)
+    labels = known_classes(images.classes, description.classes)
+    return replace(images, test=AsTrained(images, labels, description), classes=description.classes)
+
+
+def known_classes(names: Sequence[str], known: Sequence[str]) -> list[int]:
+    """The numbers that a model has for classes.
+
+    Raises:
+        ValueError: a class that it does not know.
+    """
+    for name in names:
+        if name not in known:
+            wanted = nearest(name, known)
             raise ValueError(
-                f"class {name!r} of the data is not among the classes of training, {', '.join(description.classes)}"
+                f"class {name!r} of the data is not among the classes of training, {', '.join(known)}"
                 + (f"; did you mean {wanted}?" if wanted else "")
             )
-    labels = [description.classes.index(name) for name in images.classes]
-    return replace(images, test=AsTrained(images, labels, description), classes=description.classes)
+    return [known.index(name) for name in names]
 
 
 class AsTrained(Dataset[Example]):
@@ -230,12 +295,15 @@ class PermutedPatches(Dataset[Example]):
 
 def as_text(metrics: dict[str, Any], about: dict[str, Any]) -> str:
     """A line a number, below what it was measured on."""
-    order = ", patches in random order" if about["permute_tokens"] else ""
+    if "length" in about:
+        seen = f"{about['length']} tokens at once"
+    else:
+        seen = by(about["image_size"]) + (", patches in random order" if about["permute_tokens"] else "")
     lines = [
         ("checkpoint", f"{about['checkpoint']} ({'moving average' if about['weights'] == 'ema' else 'weights'})"),
-        ("data", f"{about['data']}, {by(about['image_size'])}{order}"),
+        ("data", f"{about['data']}, {seen}"),
         *[(key, f"{value:.4f}" if isinstance(value, float) else str(value)) for key, value in metrics.items()],
-        *[("resize", text) for text in about["resize"]],
+        *[("resize", text) for text in about.get("resize", ())],
     ]
     longest = max(len(key) for key, _ in lines)
     return "\n".join(f"{key:<{longest}}  {value}" for key, value in lines)

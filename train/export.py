@@ -15,10 +15,11 @@ from timm.models import save_for_hf
 from torch import nn
 
 from relpos2d.backbones.registry import SOURCES
+from train.config import Backbone, encoding_argument
 from train.data import Images
 from train.data.images import ImageData
 from train.restore import Restored, load_strictly, restore, without_pretrained
-from train.tasks.classify import create_backbone, encoding_argument
+from train.tasks.classify import create_backbone
 from train.tool import check_free, create_parser, run_command, run_tool, written_aside
 
 TOLERANCE = 1e-4  # between the logits of ONNX Runtime and ours
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=tuple(FORMATS),
         help="safetensors: one file of weights, with model, encoding and classes as JSON in its metadata. onnx: one file, for "
         "any number of images at a time. timm: a folder for timm.create_model('local-dir:OUT', pretrained=True) after "
-        "import relpos2d",
+        "import relpos2d. Models of text: safetensors only, their tokenizer.json lies in the run's folder",
     )
     parser.add_argument("out", metavar="OUT", help="the file or folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where there is one")
@@ -44,6 +45,11 @@ def export(given: argparse.Namespace) -> int:
     if not given.overwrite:
         check_free(out, "--overwrite replaces it")
     restored = restore(given.checkpoint, given.weights)
+    if restored.is_text and given.to != "safetensors":
+        raise ValueError(
+            f"--to {given.to}: is for classifiers of images, {given.checkpoint} is a run of {restored.config.task}; "
+            f"allowed: safetensors"
+        )
     with written_aside(out) as aside:
         note = FORMATS[given.to](restored, aside)
     print(f"{out}: {note}")
@@ -131,7 +137,9 @@ def to_timm(restored: Restored, folder: Path) -> str:
 
     description, data = restored.description, restored.config.data
     about: dict[str, Any] = {"label_names": list(description.classes)}
-    if not restored.config.model.pretrained:  # then these speak of weights that ours do not come from
+    if (
+        isinstance(restored.config.model, Backbone) and not restored.config.model.pretrained
+    ):  # then these speak of weights that ours do not come from
         about["pretrained_cfg"] = {"tag": None, "license": None}
     seen: dict[str, Any] = {
         "input_size": (description.num_channels, description.height, description.width),

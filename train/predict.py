@@ -1,40 +1,78 @@
-"""`python -m train.predict CHECKPOINT IMAGE...`: what a trained classifier says about image files."""
+"""`python -m train.predict CHECKPOINT FILE...`: what a trained model says about images, or makes of texts."""
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from train import predict_text
 from train.data.images import ImageData, image_files, read_image
+from train.predict_text import DEFAULT_TOP, as_json, as_text, top
 from train.resize import set_image_size
 from train.restore import Restored, restore, to_device
 from train.tool import create_parser, parse_size, positive, run_command, run_tool
+
+TEXT_TASKS = ("text_classification", "language_modeling", "sequence_to_sequence")
+FOR_TASKS = {
+    "text": TEXT_TASKS,
+    "top": ("classify", "text_classification"),
+    "image_size": ("classify",),
+    "max_new_tokens": ("language_modeling", "sequence_to_sequence"),
+    "num_beams": ("language_modeling", "sequence_to_sequence"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = create_parser(
         "predict",
-        "Names the most likely classes of images. Those that cannot be read are named on stderr, the others are predicted all "
-        "the same, and the exit code is 1.",
+        "Names the most likely classes of images or texts; a language model goes on with a text, an encoder-decoder writes the "
+        "target. Files that cannot be read are named on stderr, the others are predicted all the same, and the exit code is 1.",
     )
-    parser.add_argument("images", nargs="+", metavar="IMAGE", help="an image file, or a folder of them")
-    parser.add_argument("--top", type=positive, default=5, metavar="N", help="how many classes to name (default: 5)")
-    parser.add_argument("--json", action="store_true", help="print a line of JSON an image")
-    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="images at a time (default: 32)")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="an image or a text, or a folder of them")
+    parser.add_argument("--text", action="append", default=[], metavar="TEXT", help="a text itself; may be given again")
+    parser.add_argument("--top", type=positive, metavar="N", help="how many classes to name (default: 5)")
+    parser.add_argument("--json", action="store_true", help="print a line of JSON an example")
+    parser.add_argument("--batch-size", type=positive, default=32, metavar="N", help="examples at a time (default: 32)")
     parser.add_argument("--image-size", metavar="HxW", help="not the size trained in but another: 224 or 192x256")
+    parser.add_argument("--max-new-tokens", type=positive, metavar="N", help="how much to write at most (default: 64)")
+    parser.add_argument(
+        "--num-beams", type=positive, metavar="N", help="write by beam search (default: as in training)"
+    )
     parser.add_argument("--device", default="auto", help="auto (CUDA where there is one), cpu, cuda, cuda:1, ...")
-    return run_tool(predict, parser.parse_intermixed_args(arguments))
+    parsed = parser.parse_intermixed_args(arguments)
+    if not (parsed.files or parsed.text):
+        parser.error("nothing to predict: give files, or --text for a model of text")
+    return run_tool(predict, parsed)
 
 
 def predict(given: argparse.Namespace) -> int:
     device = to_device(given.device)
     restored = restore(given.checkpoint, given.weights)
+    check_options(given, restored)
+    if restored.is_text:
+        return predict_text.predict(given, restored, device)
+    return predict_images(given, restored, device)
+
+
+def check_options(given: argparse.Namespace, restored: Restored) -> None:
+    """Refuses options that the model has no use for.
+
+    Raises:
+        ValueError: with the tasks that they are for.
+    """
+    for option, value in vars(given).items():
+        if option in FOR_TASKS and value not in (None, []) and restored.config.task not in FOR_TASKS[option]:
+            raise ValueError(
+                f"--{option.replace('_', '-')} {value}: is for {' and '.join(FOR_TASKS[option])}; "
+                f"{restored.folder} is a run of {restored.config.task}"
+            )
+
+
+def predict_images(given: argparse.Namespace, restored: Restored, device: torch.device) -> int:
     size = restored.description.height, restored.description.width
     if given.image_size:
         size = parse_size(given.image_size)
@@ -44,7 +82,7 @@ def predict(given: argparse.Namespace) -> int:
 
     paths: list[Path] = []
     num_failed = 0
-    for path in map(Path, given.images):
+    for path in map(Path, given.files):
         found = [path / name for name in image_files(path)] if path.is_dir() else [path]
         if not found:
             print(f"{path}: no image in this folder", file=sys.stderr)
@@ -65,7 +103,7 @@ def predict(given: argparse.Namespace) -> int:
         if not probabilities.isfinite().all():
             raise ValueError(f"{restored.checkpoint}: the model's outputs are not finite; its weights are spoilt")
         for (path, _), row in zip(inputs, probabilities, strict=True):
-            predictions = top(row, classes, given.top)
+            predictions = top(row, classes, given.top or DEFAULT_TOP)
             print(as_json(path, predictions) if given.json else as_text(path, predictions))
     return 1 if num_failed else 0
 
@@ -92,22 +130,6 @@ def reader(restored: Restored, height: int, width: int) -> Callable[[Path], torc
         return v2.functional.normalize(pixels, list(description.mean), list(description.std))
 
     return read
-
-
-def top(probabilities: torch.Tensor, classes: Sequence[str], count: int) -> list[tuple[str, float]]:
-    """The most likely classes, the likeliest first; at most as many as there are."""
-    best = probabilities.topk(min(count, len(classes)))
-    return [(classes[i], p) for i, p in zip(best.indices.tolist(), best.values.tolist(), strict=True)]
-
-
-def as_json(path: Path, predictions: Sequence[tuple[str, float]]) -> str:
-    named: list[dict[str, Any]] = [{"class": name, "probability": p} for name, p in predictions]
-    return json.dumps({"path": str(path), "predictions": named})
-
-
-def as_text(path: Path, predictions: Sequence[tuple[str, float]]) -> str:
-    longest = max(len(name) for name, _ in predictions)
-    return "\n".join([str(path), *(f"  {name:<{longest}}  {p:6.1%}" for name, p in predictions)])
 
 
 if __name__ == "__main__":

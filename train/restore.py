@@ -3,33 +3,46 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from torch import nn
 
 from train.checkpoint import STATE, last_checkpoint, load_weights, misfits
-from train.config import Config, load_config
-from train.data import Images
-from train.data.description import Description, read_description
+from train.config import Backbone, Config, load_config
+from train.data.description import read_description, read_tokenizer
 from train.run_folder import CHECKPOINTS, CONFIG
 from train.tasks.classify import create_backbone
+from train.tasks.texts import create_text_model
 
 Weights = Literal["auto", "model", "ema"]
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A trained model, in evaluation mode on the CPU, and what is known about it."""
+    """A trained model, in evaluation mode on the CPU, and what is known about it.
+
+    Attributes:
+        description: of the data of its task, as in data.json.
+        folder: of the run.
+        checkpoint: its step_N.
+        tokenizer: of a model of text.
+    """
 
     config: Config
     model: nn.Module
-    description: Description
-    folder: Path  # of the run
-    checkpoint: Path  # its step_N
+    description: Any
+    folder: Path
+    checkpoint: Path
     step: int
     weights: Literal["model", "ema"]
+    tokenizer: Tokenizer | None = None
+
+    @property
+    def is_text(self) -> bool:
+        return self.tokenizer is not None
 
 
 def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | None = None) -> Restored:
@@ -41,12 +54,14 @@ def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | No
         config: the run's own with changes that leave the weights as they are.
 
     Raises:
-        ValueError: no run, no complete checkpoint, a damaged one, or one of another model or encoding.
+        ValueError: no run, no complete checkpoint, a damaged one, or one of another model, encoding or tokenizer.
     """
     folder, found = find_checkpoint(Path(checkpoint))
     config = config or load_config(str(folder / CONFIG))
-    description = read_description(folder)
-    model = create_backbone(without_pretrained(config), cast(Images, description))
+    description = read_description(folder, config.task)
+    tokenizer = None if config.task == "classify" else read_tokenizer(folder, description)
+    create: Any = create_backbone if tokenizer is None else create_text_model
+    model: nn.Module = create(without_pretrained(config), description)
     try:
         weights = load_weights(found, which)
         step = json.loads((found / STATE).read_text())["step"]
@@ -54,7 +69,7 @@ def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | No
         raise ValueError(f"{found}: no readable checkpoint ({error})") from error
     load_strictly(model, weights, found, config)
     used: Literal["model", "ema"] = "ema" if which != "model" and (found / "ema.safetensors").is_file() else "model"
-    return Restored(config, model.eval(), description, folder, found, step, used)
+    return Restored(config, model.eval(), description, folder, found, step, used, tokenizer)
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:
@@ -84,6 +99,8 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 
 def without_pretrained(config: Config) -> Config:
     """The same config for a model whose weights come from a checkpoint: nothing is fetched for it."""
+    if not isinstance(config.model, Backbone):
+        return config
     return config.model_copy(update={"model": config.model.model_copy(update={"pretrained": False})})
 
 

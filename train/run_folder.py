@@ -4,6 +4,7 @@ import contextlib
 import json
 import shutil
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from train.checkpoint import (
     step_folders,
 )
 from train.config import Config, default_output, resolved_yaml
-from train.data.description import DESCRIPTION
+from train.data.description import DESCRIPTION, TOKENIZER
 
 CONFIG, METRICS, HISTORY = "config.yaml", "metrics.json", "history.jsonl"
 CHECKPOINTS, TENSORBOARD, LOCK = "checkpoints", "tensorboard", ".lock"
@@ -56,8 +57,11 @@ WRITTEN = (
     CONFIG,
     METRICS,
     DESCRIPTION,
+    TOKENIZER,
     HISTORY,
     "predictions.jsonl",
+    "windows.jsonl",
+    "generated.jsonl",
     "curves.png",
     "predictions.png",
     "maps.png",
@@ -79,14 +83,21 @@ class Run:
     finished: bool = False
     notes: tuple[str, ...] = ()
 
-    def begin(self, config: Config, description: str) -> None:
-        """Writes what the run is, once everything has been built: a config that could not be is not left behind."""
+    def begin(self, config: Config, description: str, files: Mapping[str, str] | None = None) -> None:
+        """Writes what the run is, once everything has been built: a config that could not be is not left behind.
+
+        Args:
+            description: of the data, as in data.json.
+            files: further text files to write beside it, by name.
+        """
         if self.checkpoint is None:
             clear_run(self.folder)
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # of a run that was shorter
             before = json.loads((self.folder / METRICS).read_text())["steps"]
             (self.folder / METRICS).replace(self.folder / f"metrics-{before}.json")
         replace_text(self.folder / CONFIG, resolved_yaml(config))
+        for name, text in (files or {}).items():
+            replace_text(self.folder / name, text)
         replace_text(self.folder / DESCRIPTION, description)
 
     def abandon(self) -> None:

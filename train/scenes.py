@@ -88,7 +88,7 @@ def measure(folder: Path) -> dict[str, float]:
 
 def ways_to_resize(path: Path) -> Iterator[tuple[str, Config]]:
     """The config of a run for each rule by which its tables can be read beyond their size; just itself where there are none."""
-    config = changed_config(path, (), None)
+    config = changed_config(path, (), {})
     with_tables = [
         number for number, encoding in enumerate(config.encodings) if "resize" in type(encoding).model_fields
     ]
@@ -97,7 +97,7 @@ def ways_to_resize(path: Path) -> Iterator[tuple[str, Config]]:
         return
     for resize in ("timm", "clamp"):
         keys = [f"encoding.{number}" if isinstance(config.encoding, tuple) else "encoding" for number in with_tables]
-        yield resize, changed_config(path, [f"{key}.resize={resize}" for key in keys], None)
+        yield resize, changed_config(path, [f"{key}.resize={resize}" for key in keys], {})
 
 
 @torch.no_grad()

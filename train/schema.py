@@ -63,13 +63,18 @@ def is_writable(default: Any) -> bool:
 
 
 def writable(annotation: Any) -> Any:
-    """The part of a type that YAML can write, or None: `float | Tensor` -> float, `str | type[Module]` -> str."""
+    """The part of a type that YAML can write, or None: `float | Tensor` -> float, `str | type[Module]` -> str.
+
+    What a mapping holds is for the constructor to judge: `Mapping[str, Any]` -> dict[str, Any].
+    """
     if annotation in (int, float, str, bool, types.NoneType) or get_origin(annotation) is Literal:
         return annotation
     arguments = get_args(annotation)
     if get_origin(annotation) in (Union, types.UnionType):
         parts = [part for part in map(writable, arguments) if part is not None]
         return Union[tuple(parts)] if set(parts) - {types.NoneType} else None  # noqa: UP007 (built from a list)
+    if annotation in (dict, Mapping) or get_origin(annotation) in (dict, Mapping):
+        return dict[str, Any]
     if get_origin(annotation) is tuple:
         members = tuple(part if part is Ellipsis else writable(part) for part in arguments)
         return tuple[members] if None not in members else None  # type: ignore[valid-type]

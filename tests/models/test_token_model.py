@@ -96,13 +96,13 @@ def test_copies_and_pickles_say_the_same() -> None:
 def test_how_weights_start() -> None:
     model = EncoderDecoder(VOCAB_SIZE, encoding="cpb", embed_dim=96, depth=8, num_heads=3)
     stds = {
-        name: float(p.detach().std())
+        name: float(p.detach().std()) * p.shape[1] ** 0.5
         for name, p in model.named_parameters()
         if ".encoding." not in name and p.ndim == 2
     }
     for name, std in stds.items():
         writes = name.endswith(("out_proj.weight", "mlp.fc2.weight"))
-        assert std == pytest.approx(0.02 / 4 if writes else 0.02, rel=0.06), name
+        assert std == pytest.approx(1 / 4 if writes else 1, rel=0.06), name
     assert len([name for name in stds if name.endswith(("out_proj.weight", "fc2.weight"))]) == 8 * 5
     cpb = model.encoder.blocks[0].attention.encoding
     fresh = type(cpb)(3, 32, cpb.positions)

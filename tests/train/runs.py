@@ -28,6 +28,8 @@ def make_run(folder: Path, config: str, overrides: Sequence[str] = (), average: 
     folder.mkdir(parents=True)
     replace_text(folder / CONFIG, resolved_yaml(loaded))
     replace_text(folder / DESCRIPTION, task.description())
+    for name, text in task.files.items():
+        replace_text(folder / name, text)
     save_checkpoint(folder / CHECKPOINTS, Checkpoint(3, weights, {}, {}))
     return task.model.eval()
 

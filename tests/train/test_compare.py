@@ -77,11 +77,29 @@ def test_numbers() -> None:
     assert mean_and_deviation([0.5]) == "0.500"
     assert mean_and_deviation([0.5, 0.7, 0.6]) == "0.600 ± 0.100"
     assert mean_and_deviation([100.0, 300.0]) == "200 ± 141"
+    assert mean_and_deviation([12.34, 14.34]) == "13.34 ± 1.41"
+    assert mean_and_deviation([12.345], digits=0) == "12"
     assert mean_and_deviation([]) == ""
     assert table({"a": [{"x": 1.0}], "b": [{"y": 0.5}]}).splitlines()[2:] == [
         "| a | 1 | 1.000 |  |",
         "| b | 1 |  | 0.500 |",
     ]
+
+
+def test_the_score_is_the_task_s_unless_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = write_run(tmp_path / "image")
+    text = write_run(tmp_path / "text")
+    config = load_config("text/verses", ["data={name: verses}"])
+    (tmp_path / "text" / "config.yaml").write_text(resolved_yaml(config))
+    metrics = {"perplexity": 34.5678, "accuracy": 0.5, "seconds": {"total": 30.0}}
+    (tmp_path / "text" / "metrics.json").write_text(json.dumps(metrics))
+    assert main([text]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "|  | runs | perplexity | seconds |"
+    assert lines[2] == "| alibi | 1 | 34.57 | 30 |"
+    assert main([image, text]) == 1
+    assert "of several tasks, with the scores accuracy, perplexity; name one: --score" in capsys.readouterr().err
+    assert main([image, text, "--score", "accuracy"]) == 0
 
 
 def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

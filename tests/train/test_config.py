@@ -5,7 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from train.config import CONFIGS, GROUPS, compose, list_configs, load_config, resolved_yaml
+from relpos2d.encodings import encoding_class
+from train.config import (
+    CONFIGS,
+    GROUPS,
+    TASKS,
+    compose,
+    encoding_argument,
+    list_configs,
+    load_config,
+    may_load,
+    resolved_yaml,
+)
+from train.data import DATA
 from train.schema import ConfigError, Node, node_from_parameters, validate
 
 
@@ -22,12 +34,37 @@ NEEDED = {  # what a file of a group leaves to its user
     "data=hub": ["data.path=images"],
     "data=image_folder": ["data.path=images"],
     "data=timm": ["data.dataset=torch/cifar10", "data.root=images"],
+    "data=text_folder": ["data.path=texts"],
+    "data=text_jsonl": ["data.train=train.jsonl", "data.val=val.jsonl"],
+    "data=text_hub": ["data.path=texts"],
 }
+EXAMPLES = {  # a config of each task
+    "classify": "classify/digits",
+    "text_classification": "text/news",
+    "language_modeling": "text/verses",
+    "sequence_to_sequence": "text/headlines",
+}
+
+
+def config_for(file: str) -> str:
+    """A config that a file of a group can stand in."""
+    group, name = file.split("=")
+    node, _ = compose("classify/digits", [file])
+    if group == "model":
+        return next(
+            (EXAMPLES[task] for task, kind in TASKS.items() if kind.model == node["model"]["name"]),
+            EXAMPLES["classify"],
+        )
+    if group == "data":
+        kinds = may_load(DATA[node["data"]["name"]])
+        return next(EXAMPLES[task] for task, kind in TASKS.items() if kind.data in kinds)
+    axes = encoding_class(name).axes if group == "encoding" else None
+    return EXAMPLES["classify" if axes is None or 2 in axes else "text_classification"]
 
 
 @pytest.mark.parametrize("file", [f"{group}={name}" for group in GROUPS for name in list_configs(group)])
 def test_every_group_file_validates(file: str) -> None:
-    load_config("classify/digits", [file, *NEEDED.get(file, [])])
+    load_config(config_for(file), [file, *NEEDED.get(file, [])])
 
 
 def test_a_name_replaces_the_node_and_never_merges() -> None:
@@ -79,7 +116,8 @@ def test_the_resolved_config_is_the_same_run(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text(resolved_yaml(config))
     again = load_config(str(tmp_path / "config.yaml"))
     assert again.model_dump(serialize_as_any=True) == config.model_dump(serialize_as_any=True)
-    assert again.model.given() == {"pretrained": False, "absolute": None, **config.model.given()}
+    written = {"pretrained": False, "absolute": None} if config.task == "classify" else {}
+    assert again.model.given() == {**written, **config.model.given()}
 
 
 WRONG = {
@@ -160,6 +198,82 @@ def test_wrong_configs_say_key_value_and_nearest(case: str) -> None:
     assert all(text in message for text in texts), message
     if case != "all at once":
         assert message.startswith("config classify/digits: 1 problem\n"), message
+
+
+WRONG_TEXT = {
+    "data of texts for images": (
+        "classify/digits", ["data=news"],
+        ["data.name = 'news': does not go with this, task is classify; allowed: digit_scenes, digits, "]),
+    "images for a text": (
+        "text/news", ["data=digits"], ["data.name = 'digits'", "task is text_classification; allowed: news, order, "]),
+    "running text to classify": ("text/news", ["data=verses"], ["data.name = 'verses'", "allowed: news, order, "]),
+    "use of own text": (
+        "text/news", ["data={name: text_jsonl, train: a, val: b, use: running}"],
+        ["data.name = 'text_jsonl' with use = 'running': does not go with this"]),
+    "a text model for images": (
+        "classify/digits", ["model={name: language_model}"],
+        ["model.name = 'language_model': task is classify, allowed: timm's backbones"]),
+    "a backbone for text": (
+        "text/news", ["model=swin_mini"], ["model.name = 'relpos2d_swin_tiny_patch4_window7_224'", "allowed: text_classifier"]),
+    "another text model": ("text/news", ["model={name: language_model}"], ["allowed: text_classifier"]),
+    "unknown argument of a text model": (
+        "text/news", ["model.embed_dims=32"], ["model.embed_dims = 32: unknown key; did you mean model.embed_dim?"]),
+    "what the data decide": ("text/news", ["model.vocab_size=32"], ["model.vocab_size = 32: unknown key"]),
+    "an encoding of one axis": (
+        "classify/digits", ["encoding=[table, t5]"], ["encoding.1.name = 't5': task is classify, on 2 axes: "]),
+    "an option that one axis refuses": ("text/news", ["encoding={name: t5, num_buckets: 7}"], ["encoding: ", "num_buckets=7"]),
+    "a scaling that the constructor refuses": (
+        "text/code", ["encoding={name: rope, scaling: {kind: yarm, factor: 2.0}}"], ["encoding: ", "yarm"]),
+    "a scaling that is no mapping": ("text/code", ["encoding={name: rope, scaling: 3}"], ["encoding.scaling = 3: "]),
+    "mixup": ("text/news", ["loss.mixup=0.8"], ["loss.mixup = 0.8: is for images, task is text_classification; allowed: 0.0"]),
+    "layer decay": ("text/news", ["optimizer.layer_decay=0.7"], ["optimizer.layer_decay = 0.7: is for images", "allowed: None"]),
+    "stages": ("text/news", ["trainer.frozen_stages=1"], ["trainer.frozen_stages = 1: is for images", "allowed: 0"]),
+    "binary": ("text/news", ["loss.name=binary_cross_entropy"], ["loss.name = 'binary_cross_entropy': is for images"]),
+    "two at once": ("text/news", ["loss.mixup=0.8", "trainer.frozen_stages=1"], ["loss.mixup = 0.8", "trainer.frozen_stages = 1"]),
+    "nothing to generate": ("text/news", ["generation={num_beams: 2}"], ["generation: is for sequence_to_sequence"]),
+    "a penalty without beams": (
+        "text/headlines", ["generation.length_penalty=2.0"],
+        ["generation: length_penalty = 2.0: is for beam search, num_beams is 1"]),
+    "shared out while generating": ("text/headlines", ["trainer.parallel=fsdp2"], ["trainer.parallel = 'fsdp2'", "allowed: 'ddp'"]),
+    "unknown task": ("text/news", ["task=language_modelling"], ["task = 'language_modelling'", "did you mean language_modeling?"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_TEXT)
+def test_what_does_not_go_with_the_task_is_refused(case: str) -> None:
+    name, overrides, texts = WRONG_TEXT[case]
+    with pytest.raises(ConfigError) as caught:
+        load_config(name, overrides)
+    message = str(caught.value)
+    assert all(text in message for text in texts), message
+    assert message.startswith(f"config {name}: 1 problem\n"), message
+
+
+def test_a_mapping_goes_to_the_constructor_and_comes_back(tmp_path: Path) -> None:
+    options = [
+        "encoding={name: rope, scaling: {kind: yarn, factor: 4.0, original_length: 256}}",
+        "encoding.scaling.factor=8.0",
+    ]
+    config = load_config("text/code", options)
+    assert encoding_argument(config) == {
+        "name": "rope",
+        "scaling": {"kind": "yarn", "factor": 8.0, "original_length": 256},
+    }
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    again = load_config(str(tmp_path / "config.yaml"))
+    assert encoding_argument(again)["scaling"] == encoding_argument(config)["scaling"]
+
+
+def test_the_length_of_a_text_model_is_its_data_s_unless_given() -> None:
+    assert "max_length" not in load_config("text/news").model.given()
+    assert load_config("text/news", ["model.max_length=300"]).model.given()["max_length"] == 300
+
+
+def test_a_config_of_images_says_nothing_of_generation() -> None:
+    """As before there was any: a run that was begun then goes on."""
+    assert "generation" not in resolved_yaml(load_config("classify/digits"))
+    beams = load_config("text/headlines", ["generation.num_beams=4"])
+    assert "num_beams: 4" in resolved_yaml(beams)
 
 
 def test_unknown_config_names_the_nearest() -> None:

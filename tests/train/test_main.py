@@ -7,6 +7,7 @@ import pytest
 from PIL import Image
 from torch.utils.data import DataLoader
 
+from relpos2d.encodings import encoding_class
 from train.__main__ import main
 from train.checkpoint import load_checkpoint
 from train.config import list_configs, load_config
@@ -118,10 +119,11 @@ def test_wrong_input_is_one_line_and_leaves_no_folder(
     assert not Path("runs").exists()
 
 
-SMALL_ENOUGH = [name for name in list_configs() if not name.startswith(("classify/imagenet_", "classify/finetune_"))]
+LARGE = ("classify/imagenet_", "classify/finetune_", "text/")
+SMALL_ENOUGH = [name for name in list_configs() if not name.startswith(LARGE)]
 
 
-@pytest.mark.parametrize("name", SMALL_ENOUGH)  # the others, made smaller, in test_recipes.py
+@pytest.mark.parametrize("name", SMALL_ENOUGH)  # the others, made smaller, in test_recipes.py and tasks/
 def test_m10_every_config_builds_and_every_parameter_gets_a_gradient(
     name: str, digits_csv: str, image_folders: Path
 ) -> None:
@@ -136,8 +138,11 @@ def test_m10_every_config_builds_and_every_parameter_gets_a_gradient(
     assert all(parameter.grad is not None for parameter in task.model.parameters())
 
 
+IN_TWO_AXES = [name for name in list_configs("encoding") if 2 in (encoding_class(name).axes or (2,))]
+
+
 @pytest.mark.parametrize("model", ["swin_mini", "vit_mini"])
-@pytest.mark.parametrize("encoding", [*list_configs("encoding"), "[table, rope_axial]"])
+@pytest.mark.parametrize("encoding", [*IN_TWO_AXES, "[table, rope_axial]"])
 def test_every_encoding_builds_in_the_small_models(encoding: str, model: str, digits_csv: str) -> None:
     task = create_task(
         load_config("classify/digits", [f"data.path={digits_csv}", f"encoding={encoding}", f"model={model}"])

@@ -1,6 +1,5 @@
 """What a task is to the loop, and the tasks by the names that configs use."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,6 +22,7 @@ class Task(Protocol):
     max_damaged: int  # how many examples may turn out unreadable
     score: str  # the key of `evaluate` that one would show first
     records_name: str  # where the records are written: predictions.jsonl
+    files: dict[str, str]  # what is written beside data.json, by name
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a batch, and further scalars to log."""
@@ -42,7 +42,27 @@ class Task(Protocol):
 
 
 def create_task(config: "Config") -> Task:
-    from train.tasks.classify import Classify
+    """The configured task with its data and its model."""
+    return task_class(config.task)(config)
 
-    tasks: dict[str, Callable[[Config], Task]] = {"classify": Classify}
-    return tasks[config.task](config)
+
+def task_class(name: str) -> Any:
+    """The class behind a name of `task`; each is imported when it is wanted."""
+    match name:
+        case "classify":
+            from train.tasks.classify import Classify
+
+            return Classify
+        case "text_classification":
+            from train.tasks.text_classification import TextClassification
+
+            return TextClassification
+        case "language_modeling":
+            from train.tasks.language_modeling import LanguageModeling
+
+            return LanguageModeling
+        case "sequence_to_sequence":
+            from train.tasks.sequence_to_sequence import SequenceToSequence
+
+            return SequenceToSequence
+    raise ValueError(f"task = {name!r}: there is none of this name")

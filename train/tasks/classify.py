@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import relpos2d
 from relpos2d.encodings import encoding_class
 from train import report
-from train.config import Config, Encoding, Loss
+from train.config import Config, Loss, encoding_argument
 from train.data import Images
 from train.data.description import describe
 from train.data.stream import evaluation_batches
@@ -30,6 +30,7 @@ class Classify:
     records_name = "predictions.jsonl"
 
     def __init__(self, config: Config):
+        self.files: dict[str, str] = {}
         self.images: Images = config.data.load(config.seed)
         self.train_data, self.classes = self.images.train, self.images.classes
         self.max_damaged = self.images.max_damaged
@@ -87,7 +88,7 @@ class Classify:
         return metrics, records
 
     def description(self) -> str:
-        return describe(self.images).model_dump_json(indent=2) + "\n"
+        return describe("classify", self.images).model_dump_json(indent=2) + "\n"
 
     def pictures(self, folder: Path, records: Records, model: nn.Module) -> list[Path]:
         mistakes = [record for record in records if record["label"] != record["prediction"]]
@@ -158,12 +159,3 @@ def has_embedding_to_fade(config: Config, options: dict[str, Any]) -> bool:
     with torch.device("meta"):
         source = timm.create_model(config.model.name.removeprefix("relpos2d_"), **{**options, "pretrained": False})
     return getattr(source, "pos_embed", None) is not None
-
-
-def encoding_argument(config: Config) -> Any:
-    """What `timm.create_model(encoding=...)` takes: a dict, or a list of dicts for a sum."""
-
-    def plain(encoding: Encoding) -> dict[str, Any]:
-        return {"name": encoding.name, **encoding.given()}
-
-    return plain(config.encoding) if isinstance(config.encoding, Encoding) else [plain(e) for e in config.encoding]
