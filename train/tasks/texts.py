@@ -87,8 +87,8 @@ def next_token_losses(logits: Tensor, tokens: Tensor, counts: Tensor, smoothing:
     """
     targets = tokens[:, 1 : 1 + logits.shape[1]]
     losses = nn.functional.cross_entropy(
-        logits.float().transpose(1, 2), targets, reduction="none", label_smoothing=smoothing
-    )
+        logits.float().flatten(0, 1), targets.flatten(), reduction="none", label_smoothing=smoothing
+    ).view(targets.shape)
     return losses * (torch.arange(targets.shape[1], device=tokens.device) < counts[:, None])
 
 
