@@ -8,6 +8,7 @@ import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -54,6 +55,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
         CheckpointError: the disk is full, the folder read-only, ...; older checkpoints are untouched.
     """
     target, aside = folder / f"step_{checkpoint.step}", folder / f".step_{checkpoint.step}.{os.getpid()}"
+    state = {**checkpoint.state, "step": checkpoint.step, "version": version("relpos2d")}
     try:
         aside.mkdir(parents=True)
         for name, weights in checkpoint.weights.items():
@@ -61,7 +63,7 @@ def save_checkpoint(folder: Path, checkpoint: Checkpoint, keep: int = 2) -> Path
             copies = {key: value.detach().cpu().contiguous().clone() for key, value in weights.items()}
             save_file(copies, aside / f"{name}.safetensors")
         torch.save(plain(checkpoint.optimizer), aside / OPTIMIZER)
-        (aside / STATE).write_text(json.dumps(plain({**checkpoint.state, "step": checkpoint.step}), indent=2) + "\n")
+        (aside / STATE).write_text(json.dumps(plain(state), indent=2) + "\n")
         checksums = {file.name: checksum(file) for file in sorted(aside.iterdir())}
         (aside / MANIFEST).write_text(json.dumps(checksums, indent=2) + "\n")
         for file in aside.iterdir():
@@ -102,10 +104,25 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     """
     if damage := damage_of(folder):
         raise ValueError(f"{folder}: {damage}")
-    state = json.loads((folder / STATE).read_text())
+    state = read_state(folder)
     weights = {file.stem: load_file(file) for file in sorted(folder.glob("*.safetensors"))}
     optimizer = torch.load(folder / OPTIMIZER, map_location="cpu", weights_only=True)
     return Checkpoint(state.pop("step"), weights, optimizer, state)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The plain values of one step folder. A warning says if another version of this library wrote it, which may have computed
+    something else of the same weights.
+
+    Raises:
+        OSError, ValueError: there are none that can be read.
+    """
+    state = json.loads((folder / STATE).read_text())
+    written, own = state.pop("version", None), version("relpos2d")
+    if written != own:
+        by = f"relpos2d {written}" if written else "a version of relpos2d that did not record which"
+        warnings.warn(f"{folder}: written by {by}, read by {own}", stacklevel=2)
+    return state
 
 
 def load_weights(folder: Path, which: Literal["auto", "model", "ema"] = "auto") -> Weights:

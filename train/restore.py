@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
 
-from train.checkpoint import STATE, last_checkpoint, load_weights, misfits
+from train.checkpoint import last_checkpoint, load_weights, misfits, read_state
 from train.config import Backbone, Config, load_config
 from train.data.description import read_description, read_tokenizer
 from train.run_folder import CHECKPOINTS, CONFIG
@@ -64,7 +64,7 @@ def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | No
     model: nn.Module = create(without_pretrained(config), description)
     try:
         weights = load_weights(found, which)
-        step = json.loads((found / STATE).read_text())["step"]
+        step = read_state(found)["step"]
     except (OSError, SafetensorError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"{found}: no readable checkpoint ({error})") from error
     load_strictly(model, weights, found, config)

@@ -15,7 +15,7 @@ from tests.tolerances import assert_close
 
 
 @pytest.mark.parametrize("encoding", SPECS, ids=str)
-def test_attention_to_the_source_has_no_positions(encoding: Any) -> None:
+def test_f3_attention_to_the_source_has_no_positions(encoding: Any) -> None:
     """Case F3: the states of the source may come in any order, and nothing is learned about their places."""
     model = build(EncoderDecoder, encoding)
     source, mask = batch(texts(7, 5), "right")
@@ -30,7 +30,7 @@ def test_attention_to_the_source_has_no_positions(encoding: Any) -> None:
 
 
 @pytest.mark.parametrize("encoding", DECODING, ids=str)
-def test_step_by_step_equals_the_whole(encoding: Any) -> None:
+def test_f4_step_by_step_equals_the_whole(encoding: Any) -> None:
     """Case F4, behind a source of another length, with one encoding for all blocks."""
     model = build(EncoderDecoder, encoding, shared_encoding=True)
     source, mask = batch(texts(7, 5), "left")

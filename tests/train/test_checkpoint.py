@@ -1,10 +1,12 @@
 """Checkpoints are whole or not there."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from train.checkpoint import (
     last_checkpoint,
     load_checkpoint,
     load_weights,
+    read_state,
     remove_unfinished,
     replace_text,
     save_checkpoint,
@@ -51,6 +54,19 @@ def test_round_trip(tmp_path: Path) -> None:
     assert checkpoint.weights["ema"]["weight"].tolist() == [[1.5] * 3] * 2
     assert checkpoint.optimizer["state"][0]["step"] == 1
     assert (checkpoint.step, checkpoint.state) == (7, {"note": "x"})
+
+
+@pytest.mark.parametrize("written", [None, "0.0.1"])
+def test_f7_another_version_is_told(tmp_path: Path, written: str | None) -> None:
+    step = save(tmp_path, 3)
+    state = json.loads((step / "state.json").read_text())
+    assert state["version"] == version("relpos2d")
+    assert "version" not in read_state(step)  # and no warning
+    state.pop("version")
+    (step / "state.json").write_text(json.dumps(state if written is None else {**state, "version": written}))
+    by = "a version of relpos2d that did not record which" if written is None else "relpos2d 0.0.1"
+    with pytest.warns(UserWarning, match=f"step_3: written by {by}, read by {version('relpos2d')}"):
+        assert read_state(step)["step"] == 3
 
 
 def test_weights_are_the_average_where_there_is_one(tmp_path: Path) -> None:
