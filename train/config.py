@@ -135,6 +135,8 @@ class Optimizer(Node):
     """One of timm's optimizers by name; further keys are its constructor's. Biases, norms and positions never decay.
 
     With `layer_decay` a layer learns at the rate of the next one times this factor, but at least at `layer_decay_min_scale`.
+    The parameters of encodings learn `position_lr_scale` times as fast as the others: a bias has to grow to several units before
+    attention follows it, where a weight of a projection hardly moves.
     """
 
     name: str
@@ -142,6 +144,7 @@ class Optimizer(Node):
     weight_decay: NonNegativeFloat = 0.0
     layer_decay: float | None = Field(None, gt=0, le=1)
     layer_decay_min_scale: float = Field(0.0, ge=0, le=1)
+    position_lr_scale: PositiveFloat = 1.0
 
 
 class Schedule(Node):

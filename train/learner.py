@@ -69,8 +69,8 @@ class Learner:
 
     @property
     def learning_rate(self) -> float:
-        """The highest of all layers."""
-        return max(group["lr"] for group in self.optimizer.param_groups)
+        """That of the schedule; layers and positions may have a multiple of it."""
+        return max(group["lr"] / group.get("lr_scale", 1.0) for group in self.optimizer.param_groups)
 
     def step(self, step: int, next_batch: Callable[[], Any]) -> tuple[float | torch.Tensor, dict[str, Any], float]:
         """Step number `step`, from 1 on, up to the gradients.

@@ -19,12 +19,7 @@ def choose_trainable(model: nn.Module, trainer: Trainer) -> None:
         ValueError: nothing would be left to train, or the model has no such stages.
     """
     if trainer.trainable == "positions":
-        positions = {
-            f"{path}.{name}"
-            for path, module in model.named_modules()
-            if isinstance(module, Encoding)
-            for name, _ in module.named_parameters()
-        }
+        positions = position_names(model)
         if not positions:
             raise ValueError("trainer.trainable = 'positions': the encodings of this model have no parameters")
         for name, parameter in model.named_parameters():
@@ -44,16 +39,47 @@ def choose_trainable(model: nn.Module, trainer: Trainer) -> None:
         raise ValueError("trainer: trainable and frozen_stages together leave nothing to train")
 
 
+def position_names(model: nn.Module) -> set[str]:
+    """Names of the parameters of all encodings."""
+    return {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if isinstance(module, Encoding)
+        for name, _ in module.named_parameters()
+    }
+
+
 def create_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
     """No weight decay on biases, norms and what model.no_weight_decay() names.
 
     Raises:
         ValueError: the optimizer cannot be made here, with what it said.
     """
+    options = config.optimizer.given()
+    scale = options.pop("position_lr_scale", 1.0)
     try:
-        return create_optimizer_v2(model, opt=config.optimizer.name, **config.optimizer.given())
+        optimizer = create_optimizer_v2(model, opt=config.optimizer.name, **options)
     except (AssertionError, ImportError, RuntimeError, TypeError) as error:
         raise ValueError(f"optimizer {config.optimizer.name}: {error or type(error).__name__}") from error
+    if scale != 1.0:
+        scale_positions(optimizer, model, scale)
+    return optimizer
+
+
+def scale_positions(optimizer: torch.optim.Optimizer, model: nn.Module, scale: float) -> None:
+    """Gives the parameters of encodings groups of their own that learn `scale` times as fast, by what timm's schedules look at."""
+    names = position_names(model)
+    positions = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if id(parameter) in positions]
+        if not own:
+            continue
+        faster = {**group, "params": own, "lr_scale": group.get("lr_scale", 1.0) * scale}
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in positions]
+        if group["params"]:
+            optimizer.add_param_group(faster)
+        else:
+            group.update(faster)
 
 
 def create_schedule(optimizer: torch.optim.Optimizer, config: Config) -> Scheduler:

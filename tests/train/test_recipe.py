@@ -16,7 +16,14 @@ from tests.backbones.builders import draw
 from train.config import Config, Trainer, load_config
 from train.learner import Learner
 from train.loop import create_accelerator
-from train.recipe import Strengths, choose_trainable, create_average, create_optimizer, create_schedule
+from train.recipe import (
+    Strengths,
+    choose_trainable,
+    create_average,
+    create_optimizer,
+    create_schedule,
+    position_names,
+)
 from train.tasks import create_task
 
 SIZES = {
@@ -115,6 +122,25 @@ def test_layer_decay(family: str, encoding: str, configure: Any) -> None:
                 seen.add(name)
     assert seen == set(names.values())
     assert any(".encoding." in name or name.startswith("encoding.") for name in seen)
+
+
+@pytest.mark.parametrize("options", [[], ["optimizer.layer_decay=0.5"]])
+def test_positions_learn_faster(options: list[str], configure: Any) -> None:
+    config = configure("vit", *SCHEDULE, "optimizer.position_lr_scale=20.0", *options)
+    plain = configure("vit", *SCHEDULE, *options)
+    model = create_task(config).model
+    rates = []
+    for each in (config, plain):
+        optimizer = create_optimizer(model, each)
+        create_schedule(optimizer, each).step_update(5)
+        rates.append({id(p): (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]})
+    assert rates[0].keys() == rates[1].keys()
+    names = position_names(model)
+    assert names
+    for name, parameter in model.named_parameters():
+        (rate, decay), (usual, usual_decay) = (each[id(parameter)] for each in rates)
+        assert rate == pytest.approx(usual * (20 if name in names else 1)), name
+        assert decay == usual_decay
 
 
 def test_layer_decay_has_a_lowest_scale(configure: Any) -> None:
