@@ -160,8 +160,12 @@ class Encoding(nn.Module):
         k_pos: Positions,
         *,
         strength: Tensor | float = 1.0,
+        length: Tensor | None = None,
     ) -> tuple[Float[Tensor, "batch heads queries head_dim"], Float[Tensor, "batch heads keys head_dim"]]:
-        """`rotate` of queries and of keys; what both need is made once where their places are the same."""
+        """`rotate` of queries and of keys; what both need is made once where their places are the same.
+
+        `length`: of the sequence that these are a part of, for encodings that know it; None: see `sequence_length`.
+        """
         return self.rotate(q, q_pos, "query", strength=strength), self.rotate(k, k_pos, "key", strength=strength)
 
     def at(self, offsets: Float[Tensor, "*batch axes"], query: Tensor | None = None) -> Float[Tensor, "*batch heads"]:
@@ -693,16 +697,25 @@ class RotaryEncoding(Encoding):
         strength: Tensor | float = 1.0,
     ) -> Float[Tensor, "batch heads tokens head_dim"]:
         self._check_tokens(x, pos)
-        return self._turned(x, self._rotation(x, pos, strength, role, self._length(pos)))
+        length = sequence_length(pos, device=self.strength.device) if self.knows_length else None
+        return self._turned(x, self._rotation(x, pos, strength, role, length))
 
     def rotate_both(
-        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, *, strength: Tensor | float = 1.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_pos: Positions,
+        k_pos: Positions,
+        *,
+        strength: Tensor | float = 1.0,
+        length: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         if type(self).rotate is not RotaryEncoding.rotate:  # one that has its own has said all
             return super().rotate_both(q, k, q_pos, k_pos, strength=strength)
         self._check_tokens(q, q_pos)
         self._check_tokens(k, k_pos)
-        length = self._length(q_pos, k_pos)
+        if length is None and self.knows_length:
+            length = sequence_length(q_pos, k_pos, device=self.strength.device)
         of_queries = of_keys = self._rotation(q, q_pos, strength, "query", length)
         if not (self.turns_alike and (q_pos is k_pos or q_pos == k_pos) and q.dtype == k.dtype):
             of_keys = self._rotation(k, k_pos, strength, "key", length)
@@ -719,14 +732,6 @@ class RotaryEncoding(Encoding):
         if self.rotary_dim == self.head_dim:
             return rotation(x)
         return torch.cat((rotation(x[..., : self.rotary_dim]), x[..., self.rotary_dim :]), dim=-1)
-
-    def _length(self, *positions: Positions) -> Tensor | None:
-        """One behind the last place, of each sample where there are Points; None if it does not matter."""
-        if not self.knows_length:
-            return None
-        # one axis: a length has a meaning on a sequence only
-        lasts = [p.coords(device=self.strength.device, dtype=torch.float64).amax(dim=(-2, -1)) for p in positions]
-        return functools.reduce(torch.maximum, lasts) + 1
 
     def _rotation(
         self, x: Tensor, pos: Positions, strength: Tensor | float, role: Role, length: Tensor | None
@@ -860,10 +865,17 @@ class Combined(Encoding):
         return x
 
     def rotate_both(
-        self, q: Tensor, k: Tensor, q_pos: Positions, k_pos: Positions, *, strength: Tensor | float = 1.0
+        self,
+        q: Tensor,
+        k: Tensor,
+        q_pos: Positions,
+        k_pos: Positions,
+        *,
+        strength: Tensor | float = 1.0,
+        length: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         for part in self:
-            q, k = part.rotate_both(q, k, q_pos, k_pos, strength=self.strength * strength)
+            q, k = part.rotate_both(q, k, q_pos, k_pos, strength=self.strength * strength, length=length)
         return q, k
 
     def at(self, offsets: Tensor, query: Tensor | None = None) -> Tensor:
@@ -960,6 +972,12 @@ def convert_rotary_layout(
     turned, rest = x.unflatten(0, (num_heads, head_dim)).split((rotary_dim, head_dim - rotary_dim), dim=1)
     pairs = turned.unflatten(1, (-1, 2) if source == "interleaved" else (2, -1))
     return torch.cat((pairs.transpose(1, 2).flatten(1, 2), rest), dim=1).flatten(0, 1)
+
+
+def sequence_length(*positions: Positions, device: torch.device) -> Tensor:
+    """One behind the last place of all positions: (), or (B,) where there are Points."""
+    lasts = [pos.coords(device=device, dtype=torch.float64).amax(dim=(-2, -1)) for pos in positions]
+    return functools.reduce(torch.maximum, lasts) + 1
 
 
 def autocast_state() -> tuple[bool, torch.dtype]:

@@ -321,6 +321,16 @@ class TestTerms:
         leaves = [q, k, v, *(p for p in encoding.parameters())]
         assert_same(attend(q, k, v, encoding, positions), expected, leaves)
 
+    @pytest.mark.parametrize(("batch", "heads"), [(1, 2), (2, 4), (4, 2), (3, 2)])
+    def test_numbers_and_vectors_whatever_the_batch(self, batch: int, heads: int) -> None:
+        line = Grid(5, num_prefix_tokens=1)
+        encoding = create_encoding(["t5", "shaw"], heads, 4, line, dtype=torch.float64)
+        redraw(encoding)
+        q, k, v = torch.randn(3, batch, heads, 6, 4, dtype=torch.float64)
+        scores = 0.5 * q @ k.transpose(-1, -2) + encoding.bias(line, line) + encoding.score(q, k, line, line, 0.5)
+        for options in ({}, {"backend": "explicit"}, {"backend": "sdpa"}, {"memory_limit": 3000 * batch * heads}):
+            assert_close(attend(q, k, v, encoding, line, **options), scores.softmax(-1) @ v)
+
     def test_values_need_the_weights(self) -> None:
         encoding = ClippedVectors(2, 3, Grid(5), meets="value", dtype=torch.float64)
         q, k, v = inputs(Grid(5), Grid(5))

@@ -17,7 +17,15 @@ from relpos2d.attention import explicit, flex, lattice, lowrank, sdpa
 from relpos2d.attention.choice import BACKENDS, Explanation, Request, choose
 from relpos2d.attention.explicit import repeated
 from relpos2d.eager import runs_eagerly
-from relpos2d.encoding import MAX_KEPT_BYTES, Encoding, LatticeNumbers, Prepared, Projections, autocast_state
+from relpos2d.encoding import (
+    MAX_KEPT_BYTES,
+    Encoding,
+    LatticeNumbers,
+    Prepared,
+    Projections,
+    autocast_state,
+    sequence_length,
+)
 from relpos2d.positions import Grid, Points, Positions, real_tokens, visible
 
 
@@ -178,7 +186,7 @@ def _whole(request: Request, *, fused: bool) -> Tensor:
 
     score = encoding.score(q, k, q_pos, k_pos, request.scale, request.project)
     if score is not None:
-        mask = score if mask is None else repeated(mask, batch) + score
+        mask = score if mask is None else repeated(mask[(None,) * (4 - mask.ndim)], batch) + score
     q, k = dataclasses.replace(request, q=q, k=k).turned()
 
     if fused:
@@ -280,6 +288,9 @@ def _lowrank(request: Request) -> tuple[Tensor, float]:
 
 def _in_blocks(request: Request, num_rows: int) -> Tensor:
     """In plain tensor code, some rows of queries at a time; a backward pass makes them again."""
+    if request.encoding.knows_length:  # that of all queries, not of those of a block
+        length = sequence_length(request.q_pos, request.k_pos, device=request.q.device)
+        request = dataclasses.replace(request, length=length)
     start = row = 0
     parts = []
     while start < request.q.shape[2]:

@@ -63,6 +63,7 @@ class Request:
         is_causal: False where every query sees every key anyhow.
         is_prepared: the numbers are those of `Encoding.prepare`, and not to be asked for again.
         project: the host's projections of queries and keys.
+        length: of the whole sequence, where these are queries of a part of it and the encoding knows it.
     """
 
     q: Tensor
@@ -78,6 +79,7 @@ class Request:
     scale: float
     is_prepared: bool = False
     project: Projections | None = None
+    length: Tensor | None = None
 
     def turned(self) -> tuple[Tensor, Tensor]:
         """Queries and keys with what the encoding does to them."""
@@ -85,7 +87,7 @@ class Request:
         content = self.encoding.content(q, k)
         if content is not None:
             q = q + (content * self.encoding.strength).to(q.dtype)
-        return self.encoding.rotate_both(q, k, self.q_pos, self.k_pos)
+        return self.encoding.rotate_both(q, k, self.q_pos, self.k_pos, length=self.length)
 
     @property
     def itemsize(self) -> int:

@@ -85,16 +85,20 @@ def parts_of(encoding: Encoding) -> Iterator[Encoding]:
     return iter(encoding) if isinstance(encoding, Combined) else iter((encoding,))
 
 
-def split(spec: Spec) -> tuple[Spec | None, Spec | None]:
-    """An encoding as the absolute part, which goes to the model, and the rest, which goes to each attention."""
+def split(spec: Spec, who: str = "swap") -> tuple[Spec | None, Spec | None]:
+    """An encoding as the absolute part, which goes to the model, and the rest, which goes to each attention.
+
+    Raises:
+        ValueError: it is none; `who` stands in front.
+    """
     if not isinstance(spec, str | Mapping | Sequence):
-        raise ValueError(f"swap: {spec!r} must be a name, a mapping with a name, or a list of these")
+        raise ValueError(f"{who}: {spec!r} must be a name, a mapping with a name, or a list of these")
     members = [spec] if isinstance(spec, str | Mapping) else list(spec)
     for member in members:
         if not isinstance(member, str | Mapping):
-            raise ValueError(f"swap: {member!r} in {spec!r} must be a name or a mapping with a name")
+            raise ValueError(f"{who}: {member!r} in {spec!r} must be a name or a mapping with a name")
     if not members:
-        raise ValueError("swap: an empty list is no encoding; use 'none'")
+        raise ValueError(f"{who}: an empty list is no encoding; use 'none'")
     absolute = [m for m in members if encoding_class(_name(m)).family == "absolute"]
     relative = [m for m in members if encoding_class(_name(m)).family != "absolute"]
 

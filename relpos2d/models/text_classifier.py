@@ -115,4 +115,6 @@ class TextClassifier(TokenModel):
             return x[torch.arange(len(x), device=x.device), first]
         if mask is None:
             return x.mean(dim=1)
-        return torch.where(mask[..., None], x, 0).sum(dim=1) / mask.sum(dim=1, keepdim=True)
+        # a sum of many tokens is too much for float16
+        total = torch.where(mask[..., None], x, 0).sum(dim=1, dtype=torch.promote_types(x.dtype, torch.float32))
+        return (total / mask.sum(dim=1, keepdim=True)).to(x.dtype)

@@ -61,7 +61,7 @@ class TokenModel(nn.Module):
         self.vocab_size, self.embed_dim, self.padding_id = vocab_size, embed_dim, padding_id
         self.max_length = max_length
         self.embedding = nn.Embedding(vocab_size, embed_dim)
-        absolute, _ = split(encoding)
+        absolute, _ = split(encoding, who)
         #: the absolute members of the encoding; None without such members
         self.absolute = (
             None if absolute is None else create_encoding(absolute, num_heads, embed_dim // num_heads, Grid(max_length))
@@ -79,7 +79,7 @@ class TokenModel(nn.Module):
         self.register_load_state_dict_post_hook(_rebuild)
 
     def _new_stack(self, depth: int, encoding: Spec, *, has_source: bool = False) -> Stack:
-        _, relative = split(encoding)
+        _, relative = split(encoding, type(self).__name__)
         return Stack(
             self.embed_dim,
             depth,

@@ -524,3 +524,17 @@ def test_an_odd_head_may_be_turned_in_part() -> None:
 def test_repr_tells_what_it_does() -> None:
     text = repr(make("yarn", layout="half", rotary_dim=8))
     assert "layout='half', rotary_dim=8, theta=50.0, scaling=YarnScaling(factor=4.0, original_length=64" in text
+
+
+@pytest.mark.parametrize("on_grids", [True, False])
+def test_blocks_of_queries_know_the_length_of_all(on_grids: bool) -> None:
+    scaling = {"kind": "dynamic_ntk", "factor": 4.0, "original_length": 3}
+    encoding = create_encoding(["rope", {"name": "rope", "scaling": scaling}, "shaw"], 2, 4, Grid(3), dtype=torch.float64)
+    queries, keys = Grid(6, origin=4), Grid(5)
+    q = torch.randn(2, 2, 6, 4, dtype=torch.float64)
+    k, v = torch.randn(2, 2, 2, 5, 4, dtype=torch.float64)
+    places = (queries, keys) if on_grids else (queries.points(2), keys.points(2))
+    expected = attend(q, k, v, encoding, *places, backend="explicit")
+    out, told = attend(q, k, v, encoding, *places, backend="explicit", memory_limit=4000, explain=True)
+    assert told.way == "blocks"
+    assert_close(out, expected)

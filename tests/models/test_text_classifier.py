@@ -50,3 +50,10 @@ def test_refusals() -> None:
         TextClassifier(19, 2, pooling="means")
     with refuses("TextClassifier: token_types has shape"):
         build(TextClassifier)(torch.ones(2, 4, dtype=torch.long), token_types=torch.ones(2, 3, dtype=torch.long))
+
+
+def test_d7_the_mean_of_a_long_text_in_half_precision() -> None:
+    model = build(TextClassifier)
+    x, mask = torch.full((2, 16384, 3), 4.5, dtype=torch.float16), torch.ones(2, 16384, dtype=torch.bool)
+    mask[1, 100:] = False
+    assert torch.equal(model._pool(x, mask), torch.full((2, 3), 4.5, dtype=torch.float16))
