@@ -268,6 +268,8 @@ class OffsetLattice:
 
     def spread(self, values: Shaped[Tensor, "..."]) -> Shaped[Tensor, "... queries keys"]:
         """From one value per distinct offset (..., *shape) to one per pair (..., num queries, num keys), both row-major."""
+        if not all(isinstance(size, int) for size in (*self.queries.shape, *self.keys.shape)):
+            return self._looked_up(values)
         axes = tuple(range(-len(self.shape), 0))
         unfolded = self._unfold(values.flip(axes), range(len(self.shape)))
         pairs = (self.queries.num_places, self.keys.num_places)
@@ -293,6 +295,22 @@ class OffsetLattice:
     def rows_fit(self) -> bool:
         """Whether rows of queries and of keys follow one another in equal steps, as `rows` needs it."""
         return self.query_strides[0] == self.key_strides[0] == 1
+
+    def _looked_up(self, values: Tensor) -> Tensor:
+        """`spread` for sizes that an exporter keeps open, which a view cannot have."""
+        num_axes = len(self.shape)
+        index: Tensor | int = 0
+        for axis, size in enumerate(self.shape):
+            q = self.query_strides[axis] * torch.arange(self.queries.shape[axis], device=values.device)
+            k = self.key_strides[axis] * torch.arange(self.keys.shape[axis], device=values.device)
+            along = q[:, None] + (k[-1] - k)
+            # (queries, keys) of this axis among those of all: (query axes..., key axes...)
+            shape = [1] * (2 * num_axes)
+            shape[axis], shape[num_axes + axis] = along.shape
+            index = index * size + along.reshape(shape)
+        assert isinstance(index, Tensor)
+        index = index.reshape(self.queries.num_places, self.keys.num_places)
+        return values.flatten(-num_axes)[..., index]
 
     def _unfold(self, values: Tensor, axes: range) -> Tensor:
         """Numbers in falling order (..., *shape) to (..., reversed queries, keys of the axes); axes not named stay."""

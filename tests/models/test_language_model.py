@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+from relpos2d import Grid, attend, create_encoding
 from relpos2d.models import Cache, LanguageModel
-from tests.models.builders import DECODING, VOCAB_SIZE, batch, build, texts
+from tests.models.builders import DECODING, NAMES, VOCAB_SIZE, batch, build, texts
 from tests.refusals import refuses
 from tests.tolerances import assert_close
 
@@ -98,3 +100,29 @@ def test_refusals() -> None:
         model(token_ids, segments=torch.zeros(2, 4, dtype=torch.long))
     with refuses("Cache: is for decoding"):
         model(token_ids, cache=Cache())
+
+
+class Attended(nn.Module):
+    """One attention, as short as it can be exported."""
+
+    def __init__(self, encoding: Any, is_causal: bool) -> None:
+        super().__init__()
+        self.encoding = create_encoding(encoding, 3, 8, Grid(8))
+        self.qkv, self.is_causal = nn.Linear(24, 72), is_causal
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4)
+        return attend(q, k, v, self.encoding, Grid(x.shape[1]), is_causal=self.is_causal)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "encoding", [pytest.param(n, marks=[] if n in ("t5", "table") else [pytest.mark.long]) for n in NAMES]
+)
+def test_f10_exported_for_any_length(encoding: Any, is_causal: bool) -> None:
+    model = Attended(encoding, is_causal).eval()
+    length = torch.export.Dim("length", min=2, max=4096)
+    program = torch.export.export(model, (torch.randn(2, 9, 24),), dynamic_shapes=({1: length},)).module()
+    for num_tokens in (5, 8, 33, 300):
+        x = torch.randn(2, num_tokens, 24)
+        assert_close(program(x), model(x))
