@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -301,6 +301,8 @@ TRANSFORMERS_KINDS = {
     "longrope": "longrope",
     "llama3": "llama3",
 }
+#: entries of transformers without a field of that name here
+ORIGINAL_LENGTH, MSCALES = "original_max_position_embeddings", ("mscale", "mscale_all_dim")
 
 
 def make_scaling(given: Mapping[str, Any] | Scaling | None) -> Scaling | None:
@@ -343,35 +345,65 @@ def scaling_from_transformers(
     Args:
         rope_parameters: the config's `rope_parameters`, or `rope_scaling` as it was called before.
         max_length: the config's `max_position_embeddings`; "dynamic" needs it, others where their own entries are missing.
+            An `original_max_position_embeddings` of "default", "linear" or "dynamic" is not read, as in transformers.
 
     Raises:
-        ValueError: an unknown rope_type (with the nearest right name) or entry, or one that is missing.
+        ValueError: an unknown rope_type (with the nearest right name) or entry, one that is missing, or a value that is not allowed.
     """
     given = {name: value for name, value in (rope_parameters or {}).items() if value is not None}
-    old_name = given.pop("type", "default")
-    kind = given.pop("rope_type", old_name)
-    for name in ("rope_theta", "partial_rotary_factor"):
+    key = "rope_type" if "rope_type" in given or "type" not in given else "type"
+    rope_type = given.pop(key, "default")
+    for name in ("type", "rope_theta", "partial_rotary_factor"):
         given.pop(name, None)
-    if kind == "default":
-        if given:
-            raise ValueError(f"rope_type 'default' has no entry {', '.join(map(repr, given))}")
+    known = ["default", *TRANSFORMERS_KINDS]
+    if not isinstance(rope_type, str) or rope_type not in known:
+        raise ValueError(f"{key} {rope_type!r} is unknown; {_nearest(rope_type, known)}known: {', '.join(known)}")
+    who = f"{key} {rope_type!r}"
+    if rope_type in ("default", "linear", "dynamic"):  # transformers reads it for none of these
+        given.pop(ORIGINAL_LENGTH, None)
+    cls: Any = Scaling if rope_type == "default" else KINDS[TRANSFORMERS_KINDS[rope_type]]
+    needed = {} if cls is Scaling else {field.name: field.default is MISSING for field in fields(cls)}
+    has_length = needed.pop("original_length", False)
+    own_length = has_length and rope_type != "dynamic"
+    entries = [*needed, *([ORIGINAL_LENGTH] if own_length else []), *(MSCALES if rope_type == "yarn" else [])]
+    for name in given:
+        if name not in entries:
+            hint = f"; {_nearest(name, entries)}entries: {', '.join(entries)}" if entries else ""
+            raise ValueError(f"{who} has no entry {name!r}{hint}")
+    if cls is Scaling:
         return None
-    if kind not in TRANSFORMERS_KINDS:
-        known = ["default", *TRANSFORMERS_KINDS]
-        raise ValueError(f"rope_type {kind!r} is unknown; {_nearest(kind, known)}known: {', '.join(known)}")
-    kind = TRANSFORMERS_KINDS[kind]
-    if "original_max_position_embeddings" in given and kind != "dynamic_ntk":  # to dynamic it means nothing
-        given["original_length"] = given.pop("original_max_position_embeddings")
-    elif kind != "linear" and max_length is not None:
-        given["original_length"] = max_length
-    if kind in ("yarn", "longrope") and "original_length" in given and max_length is not None:
-        given.setdefault("factor", max_length / given["original_length"])
-    if kind == "yarn":
-        scales = given.pop("mscale", 0), given.pop("mscale_all_dim", 0)
-        if all(scales) and "attention_factor" not in given and "factor" in given:
-            one, other = (0.1 * scale * math.log(given["factor"]) + 1 for scale in scales)
-            given["attention_factor"] = one / other
-    return make_scaling({"kind": kind, **given})
+
+    # what the lengths say where no entry does
+    length, length_name = given.pop(ORIGINAL_LENGTH, None), ORIGINAL_LENGTH
+    if has_length and length is None:
+        length, length_name = max_length, "max_length"
+    for name, value in (("max_length", max_length), (length_name, length)):
+        if value is not None and not (_is_number(value) and isinstance(value, int) and value >= 1):
+            raise ValueError(f"{who}: {name}={value!r} must be a whole number of at least 1")
+    factor_name = "factor"
+    if rope_type in ("yarn", "longrope") and "factor" not in given and length is not None and max_length is not None:
+        given["factor"], factor_name = max_length / length, f"max_length / {length_name}"
+    missing = [name for name, is_needed in needed.items() if is_needed and name not in given]
+    if has_length and length is None:
+        missing.append(f"{ORIGINAL_LENGTH} or max_length" if own_length else "max_length")
+    if missing:
+        raise ValueError(f"{who}: needs {', '.join(missing)}")
+
+    scales = [given.pop(name, 0) for name in MSCALES]
+    for name, scale in zip(MSCALES, scales, strict=True):
+        if not (_is_number(scale) and scale >= 0):
+            raise ValueError(f"{who}: {name}={scale!r} must be a number of at least 0")
+    try:
+        scaling: Scaling = cls(**given, **({"original_length": length} if has_length else {}))
+    except ValueError as error:
+        told = str(error).replace(f"scaling {cls.kind}:", f"{who}:", 1)
+        for ours, theirs in (("factor", factor_name), ("original_length", length_name)):
+            told = told.replace(f": {ours}=", f": {theirs}=", 1)
+        raise ValueError(told) from None
+    if isinstance(scaling, YarnScaling) and all(scales) and scaling.attention_factor is None:
+        one, other = (0.1 * scale * math.log(scaling.factor) + 1 for scale in scales)
+        return replace(scaling, attention_factor=one / other)
+    return scaling
 
 
 def _with_larger_theta(inv_freq: Tensor, times: Float[Tensor, "*batch 1"]) -> Float[Tensor, "*batch pairs"]:

@@ -167,7 +167,6 @@ class TestOffsets:
         assert_close(lattice.spread(distinct.movedim(-1, 0)).movedim(0, -1), pair_table(queries, keys))
 
     @pytest.mark.parametrize(("queries", "keys"), GRID_PAIRS)
-    @pytest.mark.parametrize(("queries", "keys"), GRID_PAIRS)
     def test_lattice_spreads_by_looking_up_as_by_a_view(self, queries: Grid, keys: Grid) -> None:
         lattice = queries.lattice(keys)
         values = torch.randn(2, *lattice.shape)
@@ -359,29 +358,6 @@ class TestJoin:
     def test_refuses(self, make, text: str) -> None:
         with refuses(text):
             make()
-
-
-class TestTokenTypes:
-    def test_parts_and_joins_carry_them(self) -> None:
-        types = torch.tensor([[0, 0, 1], [0, 1, 1]])
-        points = Points(torch.zeros(2, 3, 1), num_prefix_tokens=1, token_types=types)
-        assert points.part(1, 3).token_types.tolist() == [[0, 1], [1, 1]]
-        joined = join(points, Points(torch.zeros(2, 1, 1), token_types=torch.tensor([[2], [3]])))
-        assert joined.token_types.tolist() == [[0, 0, 1, 2], [0, 1, 1, 3]]
-        assert joined.num_prefix_tokens == 1
-
-    def test_hide_nothing(self) -> None:
-        points = Points(torch.zeros(1, 3, 1), token_types=torch.tensor([[0, 1, 0]]))
-        assert visible(points, points) is None
-
-    def test_refuses(self) -> None:
-        with refuses(r"Points: token_types has shape \(1, 2\), coordinates allow \(1, 3\)"):
-            Points(torch.zeros(1, 3, 1), token_types=torch.zeros(1, 2, dtype=torch.long))
-        with refuses("Points: token_types is torch.float32, allowed are whole numbers"):
-            Points(torch.zeros(1, 3, 1), token_types=torch.zeros(1, 3))
-        typed = Points(torch.zeros(1, 2, 1), token_types=torch.zeros(1, 2, dtype=torch.long))
-        with refuses("join: all parts must have token_types, or none"):
-            join(typed, Grid(2))
 
 
 class TestTokenTypes:

@@ -154,27 +154,86 @@ def test_configs_of_transformers() -> None:
     assert dynamic == KINDS["dynamic_ntk"](2.0, 2048)
 
 
+@pytest.mark.parametrize("length", [ORIGINAL - 1, 4 * ORIGINAL])
+@pytest.mark.parametrize(
+    "given", [{"rope_type": "default"}, {"type": "linear", "factor": 2}, {"type": "dynamic", "factor": 3.0}]
+)
+def test_an_original_length_that_transformers_does_not_read(given: dict, length: int) -> None:
+    with_length = {**given, "original_max_position_embeddings": 7}
+    scaling = scaling_from_transformers(with_length, ORIGINAL)
+    assert scaling == scaling_from_transformers(given, ORIGINAL)
+    if scaling is None:
+        return
+    rope_type = given["type"]
+    config = LlamaConfig(
+        hidden_size=HEAD_DIM,
+        num_attention_heads=1,
+        max_position_embeddings=ORIGINAL,
+        rope_parameters={"rope_type": rope_type, "rope_theta": THETA, **with_length},
+    )
+    expected, _ = ROPE_INIT_FUNCTIONS[rope_type](config, None, seq_len=length)
+    plain = THETA ** -(torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+    found = scaling.inv_freq(plain, THETA, torch.tensor(float(length)))
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=0)
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
         ({"rope_type": "yarm"}, "rope_type 'yarm' is unknown; did you mean 'yarn'"),
         ({"rope_type": "llama"}, "did you mean 'llama3'"),
         ({"rope_type": "mrope"}, "rope_type 'mrope' is unknown; .*known: default, linear, dynamic"),
-        ({"type": "proportional"}, "rope_type 'proportional' is unknown"),
+        ({"type": "proportional"}, "^type 'proportional' is unknown"),
+        ({"rope_type": ["yarn"]}, r"rope_type \['yarn'\] is unknown"),
         ({"rope_type": "default", "mrope_section": [1, 2]}, "rope_type 'default' has no entry 'mrope_section'"),
-        ({"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0}, "linear: has no field 'low_freq_factor'"),
-        ({"rope_type": "dynamic", "factor": 2.0}, "scaling dynamic_ntk: needs original_length"),
         (
-            {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
-            "dynamic_ntk: has no field 'original_max_position_embeddings'",
+            {"rope_type": "linear", "factor": 2.0, "low_freq_factor": 1.0},
+            "'linear' has no entry 'low_freq_factor'; .*: factor$",
         ),
-        ({"rope_type": "linear"}, "scaling linear: needs factor"),
-        ({"rope_type": "yarn"}, "scaling yarn: needs factor, original_length"),
+        ({"rope_type": "dynamic", "factor": 2.0}, "^rope_type 'dynamic': needs max_length$"),
+        (
+            {"type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 8},
+            "^type 'dynamic': needs max_length$",
+        ),
+        ({"type": "dynamic", "original_length": 8}, "type 'dynamic' has no entry 'original_length'; entries: factor$"),
+        (
+            {"rope_type": "yarn", "original_max_positions": 8},
+            "rope_type 'yarn' has no entry 'original_max_positions'; did you mean 'original_max_position_embeddings'",
+        ),
+        ({"rope_type": "linear"}, "rope_type 'linear': needs factor$"),
+        ({"rope_type": "yarn"}, "rope_type 'yarn': needs factor, original_max_position_embeddings or max_length$"),
     ],
 )
 def test_e1_unknown_rope_types_and_entries_are_errors(given: dict, text: str) -> None:
     with refuses(text):
         scaling_from_transformers(given)
+
+
+TYPE_YARN = {"type": "yarn", "factor": 2.0}
+LONG_ENTRIES = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+ENTRY = "original_max_position_embeddings"
+
+
+@pytest.mark.parametrize(
+    ("given", "max_length", "text"),
+    [
+        ({"rope_type": "dynamic", "factor": 0.5}, 8, "rope_type 'dynamic': factor=0.5 must be a number of at least 1"),
+        ({"rope_type": "dynamic", "factor": 2.0}, 0, "rope_type 'dynamic': max_length=0 must be a whole number"),
+        ({"rope_type": "dynamic", "factor": 2.0}, True, "rope_type 'dynamic': max_length=True must be a whole number"),
+        ({**TYPE_YARN, ENTRY: 0}, 8, f"^type 'yarn': {ENTRY}=0 must be a whole number of at least 1"),
+        ({"type": "yarn", ENTRY: 0}, 8, f"^type 'yarn': {ENTRY}=0 must be a whole number of at least 1"),
+        ({**TYPE_YARN, ENTRY: "8"}, 8, f"^type 'yarn': {ENTRY}='8' must be a whole number of at least 1"),
+        ({"type": "yarn", ENTRY: 16}, 8, f"^type 'yarn': max_length / {ENTRY}=0.5 must be a number of at least 1"),
+        ({**TYPE_YARN, "mscale": "1"}, 8, "^type 'yarn': mscale='1' must be a number of at least 0"),
+        ({"type": "yarn", "factor": -1, "mscale": 1, "mscale_all_dim": 1}, 8, "^type 'yarn': factor=-1 must be"),
+        ({**LONG_ENTRIES, ENTRY: 1}, 8, f"rope_type 'longrope': {ENTRY}=1 must be a whole number of at least 2"),
+        ({**LONG_ENTRIES, "short_factor": 1}, 8, "rope_type 'longrope': short_factor=1 must hold positive numbers"),
+        (LONG_ENTRIES, None, f"rope_type 'longrope': needs {ENTRY} or max_length"),
+    ],
+)
+def test_values_are_refused_by_the_names_that_were_given(given: dict, max_length: Any, text: str) -> None:
+    with refuses(text):
+        scaling_from_transformers(given, max_length)
 
 
 YARN = {"kind": "yarn", "factor": 4.0, "original_length": 64}

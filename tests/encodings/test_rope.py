@@ -529,7 +529,9 @@ def test_repr_tells_what_it_does() -> None:
 @pytest.mark.parametrize("on_grids", [True, False])
 def test_blocks_of_queries_know_the_length_of_all(on_grids: bool) -> None:
     scaling = {"kind": "dynamic_ntk", "factor": 4.0, "original_length": 3}
-    encoding = create_encoding(["rope", {"name": "rope", "scaling": scaling}, "shaw"], 2, 4, Grid(3), dtype=torch.float64)
+    encoding = create_encoding(
+        ["rope", {"name": "rope", "scaling": scaling}, "shaw"], 2, 4, Grid(3), dtype=torch.float64
+    )
     queries, keys = Grid(6, origin=4), Grid(5)
     q = torch.randn(2, 2, 6, 4, dtype=torch.float64)
     k, v = torch.randn(2, 2, 2, 5, 4, dtype=torch.float64)

@@ -5,6 +5,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
+from train.data.text_jsonl import refuse_half_characters
 from train.data.texts import (
     Damage,
     DamagedText,
@@ -68,6 +69,7 @@ class TextFolder(OwnTexts):
         for file in files:
             try:
                 text = read_text(file, self.encoding)
+                refuse_half_characters(str(file), text)
                 if not text.strip():
                     raise DamagedText(str(file), "the text is empty")
             except DamagedText as error:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import reprlib
 import zlib
 from collections.abc import Iterator
 from glob import glob
@@ -24,6 +25,7 @@ from train.data.texts import (
 )
 
 MAX_TARGET_LENGTH = 64
+ALWAYS_ALLOWED, TIMES_THE_LABELS = 1000, 10  # classes that numbers may stand for
 
 
 class TextJsonl(OwnTexts):
@@ -80,7 +82,9 @@ class TextJsonl(OwnTexts):
             return self.running(texts[0], texts[1], self.path or self.train)
         keys = [self.text_key or "text", self.label_key or "label"]
         train, val = (list(self.read(pattern, keys, damage)) for pattern in (self.train, self.val))
-        classes = class_names([label for _, (_, label) in train])
+        for split in (train, val):
+            refuse_mixed([(name, label) for name, (_, label) in split])
+        classes = class_names([(name, label) for name, (_, label) in train])
         rows = [to_rows(split, classes) for split in (train, val)]
         return self.labelled(rows[0], rows[1], classes, self.too_long)
 
@@ -114,6 +118,7 @@ class TextJsonl(OwnTexts):
                         byte = f"byte {error.start} of the line ({error.object[error.start]:#04x})"
                         damage.add(DamagedText(f"{file}:{number}", f"{byte} is no {self.encoding}"))
                         continue
+                    text = text.removeprefix("\ufeff") if number == 1 else text
                     if text.strip():
                         yield f"{file}:{number}", text
         except (OSError, EOFError, zlib.error) as error:
@@ -143,27 +148,72 @@ def values(name: str, line: str, keys: list[str], use: str) -> list[Any]:
         row = json.loads(line)
     except ValueError as error:
         raise DamagedText(name, f"no readable json ({error})") from error
+    except RecursionError as error:
+        raise DamagedText(name, "no readable json (nested too deeply)") from error
     if not isinstance(row, dict):
         raise DamagedText(name, f"must be an object such as {{{keys[0]!r}: ...}}, is {type(row).__name__}")
     for position, key in enumerate(keys):
         if key not in row:
-            raise DamagedText(name, f"has no key {key!r}; there are {', '.join(map(str, row)) or 'none'}")
+            there = ", ".join(row).encode(errors="backslashreplace").decode()
+            raise DamagedText(name, f"has no key {key!r}; there are {there or 'none'}")
+        if isinstance(row[key], str):
+            refuse_half_characters(name, row[key], f"{key} ")
         is_label = use == "labels" and position == 1
         if is_label and type(row[key]) in (str, int):
             continue
         if not isinstance(row[key], str):
             kinds = "text or a whole number" if is_label else "text"
-            raise DamagedText(name, f"{key} must be {kinds}, is {row[key]!r}")
+            raise DamagedText(name, f"{key} must be {kinds}, is {reprlib.repr(row[key])}")
         if not row[key].strip():
             raise DamagedText(name, f"{key} is empty")
     return [row[key] for key in keys]
 
 
-def class_names(labels: list[str | int]) -> tuple[str, ...]:
-    """The names of the classes: 0 to the highest number, or the texts in their order."""
-    if all(isinstance(label, int) for label in labels):
-        return tuple(str(number) for number in range(max(map(int, labels), default=-1) + 1))
-    return tuple(sorted({str(label) for label in labels}))
+def refuse_half_characters(name: str, text: str, what: str = "") -> None:
+    """Refuse half of a surrogate pair, which json and some encodings can spell but no text can hold; `what` it is stands in front.
+
+    Raises:
+        DamagedText: there is one.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"half a character (\\u{ord(text[error.start]):04x})"
+        raise DamagedText(name, f"{what}has {half} at place {error.start}") from error
+
+
+def refuse_mixed(found: list[tuple[str, str | int]]) -> None:
+    """Refuse numbers and texts as labels of the same files; `found`: FILE:LINE and the label.
+
+    Raises:
+        ValueError: there are both.
+    """
+    first_of = {isinstance(label, int): (name, label) for name, label in reversed(found)}
+    if len(first_of) == 2:
+        (number_name, number), (text_name, text) = first_of[True], first_of[False]
+        raise ValueError(
+            f"{number_name}: label {number} is a whole number, but {text_name}: label {text!r} is text; "
+            "all must be of one kind"
+        )
+
+
+def class_names(found: list[tuple[str, str | int]]) -> tuple[str, ...]:
+    """The names of the classes: 0 to the highest number, or the texts in their order; `found`: FILE:LINE and the label.
+
+    Raises:
+        ValueError: numbers that stand for far more classes than there are labels.
+    """
+    texts = {label for _, label in found if isinstance(label, str)}
+    if texts:
+        return tuple(sorted(texts))
+    numbers = {label: name for name, label in reversed(found) if isinstance(label, int)}
+    highest, allowed = max(numbers, default=-1), max(ALWAYS_ALLOWED, TIMES_THE_LABELS * len(numbers))
+    if highest >= allowed:
+        raise ValueError(
+            f"{numbers[highest]}: label {highest} would make a class of each number up to it, but there are {len(numbers)} "
+            f"different labels, with which numbers below {allowed} are allowed; number them from 0, or write them as text"
+        )
+    return tuple(str(number) for number in range(highest + 1))
 
 
 def to_rows(found: list[tuple[str, list[Any]]], classes: tuple[str, ...]) -> Rows:

@@ -64,6 +64,13 @@ def test_empty_and_unreadable_texts(folder: Path) -> None:
     assert data.train.texts[-1] == "café"  # type: ignore[attr-defined, union-attr]
 
 
+def test_half_a_character(folder: Path) -> None:
+    """Some encodings can spell it."""
+    (folder / "train" / "a" / "0.txt").write_bytes(b"ab+2AA-")
+    with pytest.raises(TooManyDamaged, match=r"0.txt \(the last: has half a character \(\\ud800\) at place 2"):
+        load(folder, encoding="utf-7")
+
+
 def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
     with refuses(r"absent/train: no such folder; texts are read from"):
         load(tmp_path / "absent")

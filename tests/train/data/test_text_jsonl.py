@@ -3,12 +3,14 @@
 import gzip
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.refusals import refuses
 from train.data import Labelled, Pairs, Running, TextJsonl
 from train.data.stream import TooManyDamaged
+from train.data.tokenize import TokenizerKind
 from train.schema import validate
 
 
@@ -70,6 +72,12 @@ def test_pairs_and_running_text(tmp_path: Path) -> None:
         ({"text": None, "label": "x"}, r"train.jsonl:2: text must be text, is None"),
         ({"text": " ", "label": "x"}, r"train.jsonl:2: text is empty"),
         ({"text": "a", "label": True}, r"train.jsonl:2: label must be text or a whole number, is True"),
+        ({"text": "a\ud800", "label": "x"}, r"train.jsonl:2: text has half a character \(\\ud800\) at place 1"),
+        ({"text": "\udfff a", "label": "x"}, r"train.jsonl:2: text has half a character \(\\udfff\) at place 0"),
+        ({"text": "a", "label": "x\udc00"}, r"train.jsonl:2: label has half a character \(\\udc00\) at place 1"),
+        ({"\ud800": "a"}, r"train.jsonl:2: has no key 'text'; there are \\ud800"),
+        ('{"text": ' + "[" * 5000 + "]" * 5000 + "}", r"train.jsonl:2: no readable json \(nested too deeply\)"),
+        ({"text": [[1] * 3] * 9, "label": "x"}, r"train.jsonl:2: text must be text, is .{,120}\.\.\.\];"),
     ],
 )
 def test_bad_lines_are_named_and_counted(line: object, message: str, tmp_path: Path) -> None:
@@ -89,6 +97,47 @@ def test_bytes_in_another_encoding(tmp_path: Path) -> None:
     with pytest.raises(TooManyDamaged, match=r"train.jsonl:1 .*byte 10 of the line \(0xe9\) is no utf-8"):
         load(tmp_path)
     assert load(tmp_path, encoding="latin-1").train.texts == ["é"]  # type: ignore[attr-defined, union-attr]
+
+
+@pytest.mark.parametrize("tokenizer", get_args(TokenizerKind))
+@pytest.mark.parametrize("use", ["labels", "running", "pairs"])
+def test_half_a_character_is_damage_for_all(tokenizer: str, use: str, tmp_path: Path) -> None:
+    good = {"text": "a few words", "label": "x", "source": "some more words", "target": "a b"}
+    key = "target" if use == "pairs" else "text"
+    write(tmp_path / "train.jsonl", good, {**good, key: "b \ud83d"}, {**good, key: "whole \U0001f600"})
+    write(tmp_path / "val.jsonl", good)
+    with pytest.warns(UserWarning, match=rf"train.jsonl:2: {key} has half a character"):
+        load(tmp_path, use=use, tokenizer=tokenizer, vocab_size=None, max_length=4, max_damaged=1)
+
+
+def test_a_mark_of_the_byte_order_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "\xef\xbb\xbfa", "label": "x"}\n')
+    data = load(tmp_path, val="train.jsonl")
+    assert data.train.texts == ["\ufeffa"]  # type: ignore[attr-defined, union-attr]
+
+
+def test_labels_that_are_no_numbers_of_classes(tmp_path: Path) -> None:
+    for numbers, message in (
+        ([0, 1500000, 3000000], "train.jsonl:3: label 3000000 would make .* there are 3 different .* below 1000"),
+        ([0, 1000], "train.jsonl:2: label 1000 would make"),
+        ([7, *range(150), 1510], "train.jsonl:152: label 1510 would make .* there are 151 .* below 1510 are allowed"),
+    ):
+        write(tmp_path / "train.jsonl", *({"text": "a", "label": number} for number in numbers))
+        with refuses(message):
+            load(tmp_path, val="train.jsonl")
+    for numbers, count in (([0, 999], 1000), ([*range(150), 1509], 1510)):
+        write(tmp_path / "train.jsonl", *({"text": "a", "label": number} for number in numbers))
+        assert len(load(tmp_path, val="train.jsonl").classes) == count  # type: ignore[union-attr]
+
+
+def test_labels_of_both_kinds(tmp_path: Path) -> None:
+    rows = [{"text": "a", "label": label} for label in ("b", 1, "1", 2)]
+    write(tmp_path / "mixed.jsonl", *rows)
+    write(tmp_path / "text.jsonl", rows[0], rows[2])
+    message = r"mixed.jsonl:2: label 1 is a whole number, but .*mixed.jsonl:1: label 'b' is text; all must be"
+    for splits in ({"train": "mixed.jsonl", "val": "text.jsonl"}, {"train": "text.jsonl", "val": "mixed.jsonl"}):
+        with refuses(message):
+            load(tmp_path, **splits)
 
 
 def test_unknown_labels_are_named(tmp_path: Path) -> None:
