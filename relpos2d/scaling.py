@@ -348,7 +348,7 @@ def scaling_from_transformers(
             An `original_max_position_embeddings` of "default", "linear" or "dynamic" is not read, as in transformers.
 
     Raises:
-        ValueError: an unknown rope_type (with the nearest right name) or entry, one that is missing, or a value that is not allowed.
+        ValueError: an unknown rope_type (with the nearest right name) or entry, a missing one, or a value that is not allowed.
     """
     given = {name: value for name, value in (rope_parameters or {}).items() if value is not None}
     key = "rope_type" if "rope_type" in given or "type" not in given else "type"
@@ -393,16 +393,23 @@ def scaling_from_transformers(
     for name, scale in zip(MSCALES, scales, strict=True):
         if not (_is_number(scale) and scale >= 0):
             raise ValueError(f"{who}: {name}={scale!r} must be a number of at least 0")
-    try:
-        scaling: Scaling = cls(**given, **({"original_length": length} if has_length else {}))
-    except ValueError as error:
-        told = str(error).replace(f"scaling {cls.kind}:", f"{who}:", 1)
-        for ours, theirs in (("factor", factor_name), ("original_length", length_name)):
-            told = told.replace(f": {ours}=", f": {theirs}=", 1)
-        raise ValueError(told) from None
+    options = {**given, "original_length": length} if has_length else given
+    scaling = _made(cls, options, who, {"factor": factor_name, "original_length": length_name})
     if isinstance(scaling, YarnScaling) and all(scales) and scaling.attention_factor is None:
         one, other = (0.1 * scale * math.log(scaling.factor) + 1 for scale in scales)
         return replace(scaling, attention_factor=one / other)
+    return scaling
+
+
+def _made(cls: Any, options: dict[str, Any], who: str, their_names: Mapping[str, str]) -> Scaling:
+    """A scaling whose refusals speak of `who` and of the names that a transformers config has."""
+    try:
+        scaling: Scaling = cls(**options)
+    except ValueError as error:
+        told = str(error).replace(f"scaling {cls.kind}:", f"{who}:", 1)
+        for ours, theirs in their_names.items():
+            told = told.replace(f": {ours}=", f": {theirs}=", 1)
+        raise ValueError(told) from None
     return scaling
 
 

@@ -43,7 +43,7 @@ class EncoderDecoder(TokenModel):
         checkpointing: less memory in training, for a second forward pass.
 
     Raises:
-        ValueError: sizes that do not fit one another, or what the encoding refuses.
+        ValueError: sizes that do not fit one another, what the encoding refuses, or one with a term for token types.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class EncoderDecoder(TokenModel):
         )
         if decoder_depth is not None:
             check_size("EncoderDecoder", "decoder_depth", decoder_depth)
-        if decoder_encoding is not None and split(decoder_encoding)[0] is not None:
+        if decoder_encoding is not None and split(decoder_encoding, "EncoderDecoder")[0] is not None:
             raise ValueError(
                 f"EncoderDecoder: decoder_encoding={decoder_encoding!r} must have no absolute members; those of `encoding` "
                 "are added to source and target"
@@ -92,6 +92,7 @@ class EncoderDecoder(TokenModel):
         self.decoder = self._new_stack(
             depth if decoder_depth is None else decoder_depth,
             encoding if decoder_encoding is None else decoder_encoding,
+            option="encoding" if decoder_encoding is None else "decoder_encoding",
             has_source=True,
         )
         self.head = None if tied else nn.Linear(embed_dim, vocab_size, bias=False)

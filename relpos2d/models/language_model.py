@@ -36,7 +36,7 @@ class LanguageModel(TokenModel):
         checkpointing: less memory in training, for a second forward pass.
 
     Raises:
-        ValueError: sizes that do not fit one another, or what the encoding refuses.
+        ValueError: sizes that do not fit one another, what the encoding refuses, or one with a term for token types.
     """
 
     def __init__(

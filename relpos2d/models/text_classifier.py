@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -39,6 +39,8 @@ class TextClassifier(TokenModel):
     Raises:
         ValueError: sizes that do not fit one another, or what the encoding refuses.
     """
+
+    takes_token_types: ClassVar[bool] = True
 
     def __init__(
         self,

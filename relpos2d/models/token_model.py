@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -12,12 +12,16 @@ from relpos2d.backbones.host import Spec, position_parameters, split
 from relpos2d.eager import runs_eagerly
 from relpos2d.encoding import Encoding
 from relpos2d.encodings import create_encoding
+from relpos2d.encodings.xlnet import XLNet
 from relpos2d.models.blocks import MlpName, NormName, Stack, check_choice, reset
 from relpos2d.positions import Grid, Positions
 
 
 class TokenModel(nn.Module):
     """Base of the models of text. Subclasses make their stacks with `_new_stack` and end their constructor with `_finish`."""
+
+    #: whether tokens can be given types, for encodings with a term for them
+    takes_token_types: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -78,9 +82,9 @@ class TokenModel(nn.Module):
         }
         self.register_load_state_dict_post_hook(_rebuild)
 
-    def _new_stack(self, depth: int, encoding: Spec, *, has_source: bool = False) -> Stack:
+    def _new_stack(self, depth: int, encoding: Spec, *, option: str = "encoding", has_source: bool = False) -> Stack:
         _, relative = split(encoding, type(self).__name__)
-        return Stack(
+        stack = Stack(
             self.embed_dim,
             depth,
             self._num_heads,
@@ -89,6 +93,14 @@ class TokenModel(nn.Module):
             has_source=has_source,
             **self._options,
         )
+        if not self.takes_token_types:
+            for part in stack.an_encoding.modules():
+                if isinstance(part, XLNet) and part.seg_embed is not None:
+                    raise ValueError(
+                        f"{type(self).__name__}: {option}={encoding!r} has a term for token types, which this model does not "
+                        "take, so it would learn nothing; xlnet is allowed with token_types=False (TextClassifier takes them)"
+                    )
+        return stack
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew; also after to_empty()."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Shaped
 from torch import Tensor
 
-from relpos2d.encoding import Encoding
+from relpos2d.encoding import Encoding, Projections
 from relpos2d.positions import Grid, Points, Positions
 
 MAX_PLACES = 2500
@@ -123,6 +124,7 @@ class _Probe:
         shape = (2, encoding.num_heads, 1, encoding.head_dim)
         self.query, self.key = self._draw(*shape), self._draw(*shape)
         self.direction = self._draw(encoding.head_dim)
+        self.project = fixed_projections(encoding, self.query)
         self.index = list(itertools.product(*map(range, grid.shape)))
         self.offset_ids = _offset_ids(grid)
 
@@ -272,18 +274,30 @@ class _Probe:
         grid = self.grid
         own_prefix = encoding.positions.num_prefix_tokens
         grid = Grid(*grid.shape, num_prefix_tokens=max(own_prefix, self.num_prefix), step=grid.step, origin=grid.origin)
-        with torch.enable_grad():
-            parts = [(values * self._draw(*values.shape)).sum() for _, values in self._pairs(encoding, grid, grad=True)]
-            total = torch.stack(parts).sum()
-            if parameters and not total.requires_grad:
-                raise self._error(name, f"the scores have no gradient at all, so {', '.join(parameters)} cannot learn")
-            grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True) if parameters else ()
-        for parameter_name, grad in zip(parameters, grads, strict=True):
-            if grad is None or not grad.any():
+        grads = self._grads(encoding, grid, parameters)
+        if parameters and grads is None:
+            raise self._error(name, f"the scores have no gradient at all, so {', '.join(parameters)} cannot learn")
+        grads = grads or {}
+        # terms for the parts of a text need tokens with types
+        silent = {n: p for n, p in parameters.items() if n not in grads}
+        if silent:
+            grads |= self._grads(encoding, _with_types(grid), silent) or {}
+        for parameter_name in parameters:
+            if parameter_name not in grads:
                 raise self._error(name, f"none reaches {parameter_name}")
-            if not torch.isfinite(grad).all():
+            if not torch.isfinite(grads[parameter_name]).all():
                 raise self._error(name, f"that of {parameter_name} is not finite")
         self._observed(name, f"{len(parameters)} of {len(parameters)}" if parameters else "it has none")
+
+    def _grads(self, encoding: Encoding, pos: Positions, parameters: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+        """The gradients, those that are not zero, of a sum over all pairs; None if it has none at all."""
+        with torch.enable_grad():
+            parts = [(values * self._draw(*values.shape)).sum() for _, values in self._pairs(encoding, pos, grad=True)]
+            total = torch.stack(parts).sum()
+            if not parameters or not total.requires_grad:
+                return None
+            grads = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+        return {name: g for name, g in zip(parameters, grads, strict=True) if g is not None and g.any()}
 
     # What is examined ------------------------------------------------------------------------------------------------
 
@@ -313,7 +327,7 @@ class _Probe:
     def _added(self, encoding: Encoding, pos: Positions) -> Float[Tensor, "2 heads tokens tokens"] | None:
         """Numbers and vectors: what is added to the scores, without the product of turned queries and keys."""
         q, k = (x.expand(-1, -1, pos.num_tokens, -1) for x in (self.query, self.key))
-        parts = [encoding.bias(pos, pos), encoding.score(q, k, pos, pos, self.scale)]
+        parts = [encoding.bias(pos, pos), encoding.score(q, k, pos, pos, self.scale, self.project)]
         shape = (len(q), encoding.num_heads, pos.num_tokens, pos.num_tokens)
         given = [part.to(torch.float64).expand(shape) for part in parts if part is not None]
         return torch.stack(given).sum(0) if given else None
@@ -368,6 +382,22 @@ class _Probe:
     def _coordinates(self, place: int) -> list:
         grid = self.grid
         return [o + s * i for o, s, i in zip(grid.origin, grid.step, self.index[place], strict=True)]
+
+
+def fixed_projections(encoding: Encoding, like: Tensor) -> Projections:
+    """Stand-ins for a host's projections of queries and of keys, always the same; on the device and in the dtype of `like`."""
+    channels = encoding.num_heads * encoding.head_dim
+    generator = torch.Generator().manual_seed(2)
+    weights = torch.randn(2, channels, channels, generator=generator, dtype=torch.float64) * channels**-0.5
+    of_query, of_key = weights.to(like)
+    return (lambda x: x @ of_query), (lambda x: x @ of_key)
+
+
+def _with_types(grid: Grid, num_places: int = 4) -> Points:
+    """The first places of a grid for two samples, their types 0 and 1 in turn."""
+    places = grid.coords(dtype=torch.float64)[:num_places].expand(2, -1, -1)
+    types = (torch.arange(places.shape[1]) % 2).expand(2, -1)
+    return Points(places, num_prefix_tokens=grid.num_prefix_tokens, token_types=types)
 
 
 def _check_arguments(encoding: Encoding, grid: Grid) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from relpos2d.encoding import Combined, Encoding
 from relpos2d.encodings import create_encoding
 from relpos2d.positions import Grid
+from relpos2d.tools.check import fixed_projections
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,7 +31,8 @@ def bias_map(encoding: Encoding, grid: Grid) -> Float[Tensor, "heads *shape"]:
     The query stands at index (H // 2, W // 2). For an encoding of numbers the map holds the numbers. For a rotation it holds
     the score of a unit query and an equal unit key, with the same energy in each pair of channels, divided by their score
     at offset 0: the mean over pairs of cos(angle), 1 at the middle and 1 everywhere at strength 0. For vectors it holds
-    what they add to the score of such a query and key at scale 1. A Combined encoding has the sum of these, `none` zeros.
+    what they add to the score of such a query and key at scale 1; what they share with a host is made by fixed projections.
+    A Combined encoding has the sum of these, `none` zeros.
 
     Returns:
         A float32 tensor on the CPU, without gradient.
@@ -55,14 +57,17 @@ def bias_map(encoding: Encoding, grid: Grid) -> Float[Tensor, "heads *shape"]:
     }
     unit = torch.full((1, encoding.num_heads, 1, encoding.head_dim), encoding.head_dim**-0.5, **like)
     q, k = unit, unit.expand(-1, -1, keys.num_places, -1)
+    project = fixed_projections(encoding, unit)
     with torch.no_grad():
         total = torch.zeros(1, encoding.num_heads, 1, keys.num_places, **like)
-        for part in (encoding.bias(query, keys), encoding.score(q, k, query, keys, 1.0)):
+        for part in (encoding.bias(query, keys), encoding.score(q, k, query, keys, 1.0, project)):
             total = total if part is None else total + part
         if _turns(encoding):
-            turned_q = encoding.rotate(q, query, "query")
-            at_query = turned_q @ encoding.rotate(q, query, "key").transpose(-2, -1)
-            total = total + turned_q @ encoding.rotate(k, keys, "key").transpose(-2, -1) / at_query
+            # both at once: where the length of a sequence counts, that of query and keys together
+            turned_q, turned_k = encoding.rotate_both(q, k, query, keys)
+            scores = (turned_q @ turned_k.transpose(-2, -1)).unflatten(-1, grid.shape)
+            at_query = scores[(..., *[size // 2 for size in grid.shape])]
+            total = total + scores.flatten(3) / at_query.unsqueeze(-1)
     return total[0, :, 0].float().cpu().unflatten(-1, grid.shape)
 
 

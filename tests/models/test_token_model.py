@@ -221,6 +221,28 @@ def test_refuses_what_makes_no_model(options: dict[str, Any], text: str) -> None
         LanguageModel(19, **{**SMALL, **options})
 
 
+TYPED = {"name": "xlnet", "token_types": True}
+
+
+@pytest.mark.parametrize("encoding", [TYPED, ["learned", "t5", TYPED]], ids=["alone", "in a sum"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_term_that_could_not_learn_is_refused(encoding: Any, shared: bool) -> None:
+    """Case M10: only the classifier gives tokens types."""
+    for cls, options, name in (
+        (LanguageModel, {"encoding": encoding}, "encoding"),
+        (EncoderDecoder, {"encoding": encoding}, "encoding"),
+        (EncoderDecoder, {"decoder_encoding": encoding[-1:] if encoding is not TYPED else TYPED}, "decoder_encoding"),
+    ):
+        with refuses(
+            f"^{cls.__name__}: {name}=.*'token_types': True.* has a term for token types, .*token_types=False"
+        ):
+            cls(VOCAB_SIZE, **{**SMALL, **options}, shared_encoding=shared)
+    model = build(TextClassifier, encoding, shared_encoding=shared)
+    token_ids = torch.cat(texts(12, 12))
+    model(token_ids, token_types=torch.arange(12).expand(2, -1) // 5).sum().backward()
+    assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
+
+
 @pytest.mark.parametrize("cls", MODELS)
 def test_refuses_what_is_no_text(cls: type[TokenModel]) -> None:
     model, name = build(cls), "source" if cls is EncoderDecoder else "token_ids"

@@ -38,6 +38,31 @@ def test_sums_pass() -> None:
     check(create_encoding(["table", "rope_axial", "none"], 3, 24, GRID), GRID)
 
 
+@pytest.mark.parametrize(
+    ("spec", "num_parameters"),
+    [
+        ({"name": "deberta", "share_projections": True, "norm_embeddings": True, "num_buckets": 4}, 3),
+        ([{"name": "deberta", "share_projections": True, "num_buckets": 4}, "alibi"], 2),
+        ({"name": "xlnet", "token_types": True}, 5),
+        ([{"name": "xlnet", "token_types": True}, "alibi"], 6),
+    ],
+    ids=str,
+)
+def test_projections_of_a_host_and_types_of_tokens_are_stood_in_for(spec: object, num_parameters: int) -> None:
+    grid = Grid(5, num_prefix_tokens=1)
+    report = check(create_encoding(spec, 2, 4, grid), grid)
+    observed = report["a gradient reaches every parameter"].observation
+    assert observed == f"{num_parameters} of {num_parameters}"
+
+
+def test_a_term_for_types_that_cannot_learn_is_found() -> None:
+    encoding = of_name("xlnet", Grid(7), token_types=True)
+    parts_score = encoding._parts_score
+    encoding._parts_score = lambda *args: None if (score := parts_score(*args)) is None else score.detach()
+    with pytest.raises(CheckError, match="none reaches r_s_bias"):
+        check(encoding, Grid(7))
+
+
 @pytest.mark.parametrize("name", ["sincos", "learned"])
 def test_absolute_encodings_are_named_so_with_two_pairs_and_values(name: str) -> None:
     with pytest.raises(CheckError, match=r"is absolute, .* -> .* has .* but .* -> .* has .*, both at offset \("):

@@ -15,6 +15,7 @@ from relpos2d import Combined, Encoding, Grid, create_encoding, swap
 from relpos2d.encoding import Term
 from relpos2d.encodings.rope_axial import AxialRope
 from relpos2d.tools import plot
+from relpos2d.tools.check import fixed_projections
 from relpos2d.tools.plot import bias_map, plot_encodings, plot_maps
 from tests.tolerances import assert_close
 
@@ -72,6 +73,49 @@ def test_the_map_of_a_rotation_that_scales_is_relative_to_offset_0() -> None:
 
     sizes = (3, 24, Grid(5, 7))
     assert_close(bias_map(Scaled(*sizes), Grid(5, 7)), bias_map(AxialRope(*sizes), Grid(5, 7)))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"kind": "dynamic_ntk", "factor": 4.0, "original_length": 5},
+        {
+            "kind": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0, 3, 4, 5],
+            "factor": 2,
+            "original_length": 8,
+        },
+    ],
+)
+def test_the_map_of_a_rotation_turns_query_and_keys_by_one_length(scaling: dict) -> None:
+    encoding = create_encoding("rope", 1, 8, Grid(11), scaling=scaling)
+    inv_freq = encoding._inv_freq(torch.ones(()), torch.tensor(11.0))
+    assert not torch.equal(inv_freq, encoding.inv_freq)
+    expected = (inv_freq * (5 - torch.arange(11.0)).unsqueeze(-1)).cos().mean(-1)
+    assert_close(bias_map(encoding, Grid(11))[0], expected)
+
+
+def test_the_map_of_xpos_is_relative_to_the_place_of_the_query() -> None:
+    encoding = create_encoding("rope", 1, 8, Grid(9), scaling={"kind": "xpos", "scale_base": 4.0})
+    offsets = (4 - torch.arange(9.0)).unsqueeze(-1)
+    rates = (torch.arange(4.0) / 4 + 0.4) / 1.4
+    expected = (rates ** (offsets / 4) * (encoding.inv_freq * offsets).cos()).mean(-1)
+    assert_close(bias_map(encoding, Grid(9))[0], expected)
+
+
+def test_the_map_of_vectors_that_a_host_projects_depends_on_the_offset() -> None:
+    encoding = create_encoding("deberta", 3, 8, Grid(9), share_projections=True)
+    nn.init.normal_(encoding.rel_embeddings.weight)
+    maps = bias_map(encoding, Grid(9))
+    assert torch.equal(maps, bias_map(encoding, Grid(9)))
+    assert_close(bias_map(encoding, Grid(5)), maps[:, 2:7])
+    own = create_encoding("deberta", 3, 8, Grid(9))
+    own.rel_embeddings = encoding.rel_embeddings
+    like = torch.zeros(())
+    for projection, fixed in zip((own.pos_query_proj, own.pos_key_proj), fixed_projections(own, like), strict=True):
+        projection.weight.data = fixed(torch.eye(24)).T
+    assert_close(bias_map(own, Grid(9)), maps)
 
 
 def test_the_map_of_a_sum_is_the_sum_of_the_maps() -> None:
