@@ -35,6 +35,8 @@ class TextClassifier(TokenModel):
         shared_encoding: one encoding for all blocks and not one each.
         padding_id: what is read in place of padding.
         checkpointing: less memory in training, for a second forward pass.
+        embedding_std: how far token embeddings start from 0; None: embed_dim ** -0.5. Where texts are few, a small start keeps
+            rare words, which are hardly trained, from telling texts apart by chance.
 
     Raises:
         ValueError: sizes that do not fit one another, or what the encoding refuses.
@@ -60,6 +62,7 @@ class TextClassifier(TokenModel):
         shared_encoding: bool = False,
         padding_id: int = 0,
         checkpointing: bool = False,
+        embedding_std: float | None = None,
     ) -> None:
         super().__init__(
             vocab_size,
@@ -78,10 +81,17 @@ class TextClassifier(TokenModel):
         )
         check_size("TextClassifier", "num_classes", num_classes)
         check_choice("TextClassifier", "pooling", pooling, Pooling)
-        self.num_classes, self.pooling = num_classes, pooling
+        if embedding_std is not None and not 0 < embedding_std < float("inf"):
+            raise ValueError(f"TextClassifier: embedding_std={embedding_std} must be positive")
+        self.num_classes, self.pooling, self.embedding_std = num_classes, pooling, embedding_std
         self.encoder = self._new_stack(depth, encoding)
         self.head = nn.Linear(embed_dim, num_classes)
         self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.embedding_std is not None:
+            nn.init.normal_(self.embedding.weight, std=self.embedding_std)
 
     def forward(
         self,

@@ -57,3 +57,11 @@ def test_d7_the_mean_of_a_long_text_in_half_precision() -> None:
     x, mask = torch.full((2, 16384, 3), 4.5, dtype=torch.float16), torch.ones(2, 16384, dtype=torch.bool)
     mask[1, 100:] = False
     assert torch.equal(model._pool(x, mask), torch.full((2, 3), 4.5, dtype=torch.float16))
+
+
+def test_embeddings_start_as_far_from_0_as_asked() -> None:
+    model = TextClassifier(500, 3, embed_dim=32, num_heads=2, embedding_std=0.01)
+    assert float(model.embedding.weight.detach().std()) == pytest.approx(0.01, rel=0.05)
+    assert float(model.encoder.blocks[0].attention.q_proj.weight.detach().std()) == pytest.approx(32**-0.5, rel=0.1)
+    with refuses("TextClassifier: embedding_std=0.0 must be positive"):
+        TextClassifier(5, 3, embedding_std=0.0)
