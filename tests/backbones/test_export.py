@@ -73,7 +73,8 @@ EXPORTED: list[Any] = [
     ("vit", ["table", "rope_mixed"], (64, 96), {"depth": 1}),
     ("deit3", ["cpb", "sincos"], (64, 96), {"depth": 1}),
     pytest.param("swin", "table", (192, 224), FOUR_STAGES, marks=pytest.mark.long),
-    ("swinv2", "cpb", (48, 56), {**TWO_STAGES, "depths": (1, 1)}),
+    ("swin", "table", (48, 56), {**TWO_STAGES, "depths": (1, 1)}),
+    pytest.param("swinv2", "cpb", (48, 56), {**TWO_STAGES, "depths": (1, 1)}, marks=pytest.mark.long),
 ]
 
 

@@ -181,6 +181,7 @@ class Attention(nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+@pytest.mark.traced
 @pytest.mark.usefixtures("fresh_compiler")
 def test_f10_exported_at_length_8_and_run_at_32() -> None:
     module = Attention(share_projections=True).eval()

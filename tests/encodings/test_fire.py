@@ -218,6 +218,7 @@ class Holder(nn.Module):
         return attend(q, q, q, self.encoding, self.grid)
 
 
+@pytest.mark.traced
 class TestFollowed:
     @pytest.mark.parametrize("length", [9, 20])
     def test_exported(self, length: int) -> None:

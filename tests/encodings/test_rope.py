@@ -465,8 +465,16 @@ class Turned(nn.Module):
         return scores(self.encoding, q, k, Grid(q.shape[2], origin=12), Grid(k.shape[2]))
 
 
+@pytest.mark.traced
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize(("scaling", "lengths"), [("yarn", [12]), ("xpos", [12]), ("dynamic_ntk", [12, 21])])
+@pytest.mark.parametrize(
+    ("scaling", "lengths"),
+    [
+        pytest.param("yarn", [12], marks=pytest.mark.long),
+        pytest.param("xpos", [12], marks=pytest.mark.long),
+        ("dynamic_ntk", [12, 21]),
+    ],
+)
 def test_c7_c8_compiled_is_eager_also_at_another_length(scaling: str, lengths: list[int]) -> None:
     turned = Turned(make(scaling, dtype=torch.float32))
     compiled = torch.compile(turned, backend="eager", fullgraph=True)
@@ -475,7 +483,10 @@ def test_c7_c8_compiled_is_eager_also_at_another_length(scaling: str, lengths: l
         assert_close(compiled(q, k), turned(q, k))
 
 
-@pytest.mark.parametrize(("scaling", "layout"), [("yarn", "interleaved"), ("xpos", "half")])
+@pytest.mark.traced
+@pytest.mark.parametrize(
+    ("scaling", "layout"), [pytest.param("yarn", "interleaved", marks=pytest.mark.long), ("xpos", "half")]
+)
 def test_exported_with_any_batch_in_real_arithmetic(scaling: str, layout: str) -> None:
     turned = Turned(make(scaling, layout=layout, dtype=torch.float32))
     q, k = torch.randn(2, HEADS, 5, HEAD_DIM), torch.randn(2, HEADS, 17, HEAD_DIM)

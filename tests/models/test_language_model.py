@@ -102,6 +102,9 @@ def test_refusals() -> None:
         model(token_ids, cache=Cache())
 
 
+QUICK_EXPORTS = [("t5", True), ("table", False)]
+
+
 class Attended(nn.Module):
     """One attention, as short as it can be exported."""
 
@@ -115,9 +118,13 @@ class Attended(nn.Module):
         return attend(q, k, v, self.encoding, Grid(x.shape[1]), is_causal=self.is_causal)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize(
-    "encoding", [pytest.param(n, marks=[] if n in ("t5", "table") else [pytest.mark.long]) for n in NAMES]
+    ("encoding", "is_causal"),
+    [
+        pytest.param(name, causal, marks=[] if (name, causal) in QUICK_EXPORTS else [pytest.mark.long])
+        for name in NAMES
+        for causal in (False, True)
+    ],
 )
 def test_f10_exported_for_any_length(encoding: Any, is_causal: bool) -> None:
     model = Attended(encoding, is_causal).eval()

@@ -108,6 +108,7 @@ with limited_memory(0.5) as limit:
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(available_bytes() is None, reason="the system does not tell what is available")
 def test_beyond_the_limit_an_allocation_raises() -> None:
     """In a process of its own: what lacks memory in the middle of an import stays broken for whoever comes next."""

@@ -108,6 +108,7 @@ def test_one_question_alone(news_file: Path, question: str) -> None:
     assert {label for _, _, label in (data.train[i] for i in range(20))} == {0, 1}
 
 
+@pytest.mark.long
 def test_words_alone_say_nothing_of_real_questions(real_news: Path, tmp_path: Path) -> None:
     articles = read_news(str(real_news))
     path = tmp_path / "politics.jsonl"
