@@ -23,6 +23,7 @@ from train.tasks.texts import next_token_losses
 from train.tool import positive, run_command, run_tool
 
 TOKENS_AT_ONCE = 8192
+STYLES = ("-", "--", ":", "-.")
 DEFAULT_LENGTHS = (1, 2, 4, 8, 16, 32)  # times the length of training
 
 
@@ -203,11 +204,13 @@ def draw(rows: Mapping[str, Row], path: Path) -> Path:
     for length in sorted({row.trained for row in rows.values()}):
         axes.axvline(length, color=FAINT, linewidth=6, zorder=0)
         axes.annotate("training", (length, 0.99), xycoords=("data", "axes fraction"), ha="center", va="top", fontsize=8)
-    for (label, row), colour in zip(rows.items(), COLOURS * len(rows), strict=False):
+    for number, (label, row) in enumerate(rows.items()):
+        colour, style = COLOURS[number % len(COLOURS)], STYLES[number // len(COLOURS) % len(STYLES)]
         found = {n: [v for v in values if math.isfinite(v)] for n, values in sorted(row.perplexities.items())}
         found = {n: values for n, values in found.items() if values}
         at = list(found)
-        axes.plot(at, [sum(v) / len(v) for v in found.values()], color=colour, label=label, marker="o", markersize=3)
+        means = [sum(v) / len(v) for v in found.values()]
+        axes.plot(at, means, color=colour, linestyle=style, label=label, marker="o", markersize=3, linewidth=1.4)
         axes.fill_between(
             at, [min(v) for v in found.values()], [max(v) for v in found.values()], color=colour, alpha=0.15
         )
