@@ -279,7 +279,7 @@ class TestMemoryLimit:
         encoding = PullsAndPushes(HEADS, DIM, grid, meets=meets)
         q, k, v = qkv(grid, grid)
         mask = torch.rand(2, 1, 13, 13) > 0.3
-        limit = 25000
+        limit = 27000
         out, explanation = attend(q, k, v, encoding, positions, mask=mask, memory_limit=limit, explain=True)
         assert explanation.way == "blocks"
         assert 1 <= explanation.num_rows < (4 if is_grid else 12)

@@ -29,7 +29,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
 VITS = ("vit", "deit3", "distilled")
 WINDOWED = ("swin", "swinv2")
 NATIVE = {"swin": "table", "swinv2": "cpb"}
-ENCODINGS = [info.name for info in list_encodings()]
+ENCODINGS = [info.name for info in list_encodings() if info.axes is None or 2 in info.axes]
 ABSOLUTE = [info.name for info in list_encodings() if info.family == "absolute"]
 RELATIVE = [name for name in ENCODINGS if name not in ABSOLUTE]
 

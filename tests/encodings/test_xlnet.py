@@ -64,7 +64,7 @@ def test_parts_pair_by_pair(prefix: int) -> None:
     leaves = [q, k, v, *encoding.parameters()]
     for ours, theirs in zip(gradients(out, leaves), gradients(expected, leaves), strict=True):
         assert_close(ours, theirs)
-    blocks, explanation = attend(q, k, v, encoding, q_pos, k_pos, scale=0.7, memory_limit=2500, explain=True)
+    blocks, explanation = attend(q, k, v, encoding, q_pos, k_pos, scale=0.7, memory_limit=3000, explain=True)
     assert explanation.way == "blocks"
     assert_close(blocks, expected)
 
