@@ -494,7 +494,7 @@ def _products(side: Tensor, vectors: Float[Tensor, "heads vectors head_dim"]) ->
 
 
 def _shifted(
-    side: Float[Tensor, "batch heads rows head_dim"], vectors: Float[Tensor, "heads offsets head_dim"]
+    side: Float[Tensor, "batch heads rows head_dim"], vectors: Float[Tensor, "#heads offsets head_dim"]
 ) -> Float[Tensor, "batch heads rows columns"]:
     """Row i, column j: row i of `side` times vector rows - 1 - i + j, of which there are rows + columns - 1.
 

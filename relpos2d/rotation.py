@@ -21,7 +21,7 @@ class Rotation:
     Args:
         angles: (*batch, heads or 1, tokens, pairs), in radians.
         layout: "interleaved" or "half".
-        magnitudes: like the angles, what turned pairs are multiplied with (xPos, YaRN); None: 1. Where they want a gradient, the
+        magnitudes: broadcast against the angles, what turned pairs are multiplied with (xPos, YaRN); None: 1. With a gradient, the
             plain formula is used.
     """
 
@@ -29,7 +29,7 @@ class Rotation:
         self,
         angles: Float[Tensor, "*batch heads tokens pairs"],
         layout: str,
-        magnitudes: Float[Tensor, "*batch heads tokens pairs"] | None = None,
+        magnitudes: Float[Tensor, "..."] | None = None,
     ) -> None:
         self.layout, self.dtype = layout, angles.dtype
         self.angles, self.magnitudes, self.factors = angles, magnitudes, None
