@@ -421,7 +421,7 @@ class TestTraced:
         x = torch.randn(2, NUM_HEADS, 15, HEAD_DIM)
         assert_close(torch.compile(forward, fullgraph=True, backend="eager")(x), forward(x))
 
-    @pytest.mark.slow
+    @pytest.mark.long
     def test_inductor(self) -> None:
         encoding = make(["table", "rope_axial"], 2, 1, torch.float32)
         block = Block(encoding)

@@ -55,7 +55,8 @@ def test_gradients_of_a_compiled_block() -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "encoding"), [pytest.param("vit", "table", marks=pytest.mark.long), ("swin", "rope_mixed")]
+    ("family", "encoding"),
+    [pytest.param(*case, marks=pytest.mark.long) for case in (("vit", "table"), ("swin", "rope_mixed"))],
 )
 def test_c8_compiled_at_two_sizes(family: str, encoding: str) -> None:
     stages: dict[str, Any] = {"depth": 1} if family == "vit" else STAGES
@@ -70,7 +71,7 @@ def test_c8_compiled_at_two_sizes(family: str, encoding: str) -> None:
 FOUR_STAGES: dict[str, Any] = {"window_size": 7, "depths": (1, 1, 1, 1), "num_heads": (3, 6, 6, 12)}
 TWO_STAGES: dict[str, Any] = {"window_size": 7, **STAGES}
 EXPORTED: list[Any] = [
-    ("vit", ["table", "rope_mixed"], (64, 96), {"depth": 1}),
+    pytest.param("vit", ["table", "rope_mixed"], (64, 96), {"depth": 1}, marks=pytest.mark.long),
     ("deit3", ["cpb", "sincos"], (64, 96), {"depth": 1}),
     pytest.param("swin", "table", (192, 224), FOUR_STAGES, marks=pytest.mark.long),
     ("swin", "table", (48, 56), {**TWO_STAGES, "depths": (1, 1)}),

@@ -13,8 +13,8 @@ LENGTHS = 4096, 16384
 #: what an encoding is made with so that it is relative at these lengths, and does not grow with them
 OPTIONS: dict[str, dict[str, Any]] = {"table": {"max_distance": 64}, "fire": {"init_length": 16384.0}}
 NAMES = [i.name for i in list_encodings() if i.family in ("number", "rotation") and (i.axes is None or 1 in i.axes)]
-#: one of each family; the others are long tests
-QUICK = ("t5", "rope")
+#: of each family one; the others are long tests
+QUICK = (("t5", False), ("rope", False), ("rope", True))
 
 
 def peak(model: LanguageModel, length: int, training: bool) -> int:
@@ -31,8 +31,16 @@ def peak(model: LanguageModel, length: int, training: bool) -> int:
     return peak_bytes(step if training else evaluate)
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["evaluation", "training"])
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.long]) for n in NAMES])
+@pytest.mark.parametrize(
+    ("name", "training"),
+    [
+        pytest.param(
+            n, t, id=f"{n}-{'training' if t else 'evaluation'}", marks=[] if (n, t) in QUICK else [pytest.mark.long]
+        )
+        for n in NAMES
+        for t in (False, True)
+    ],
+)
 def test_memory_is_linear_in_the_length(name: str, training: bool) -> None:
     encoding = {"name": name, **OPTIONS.get(name, {})}
     model = LanguageModel(11, encoding=encoding, max_length=64, embed_dim=8, depth=1, num_heads=1).train(training)
