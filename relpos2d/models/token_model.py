@@ -18,7 +18,7 @@ from relpos2d.positions import Grid, Positions
 
 
 class TokenModel(nn.Module):
-    """Base of the models of text. Subclasses make their stacks with `_new_stack` and end their constructor with `_finish`."""
+    """Base of the models of text. Subclasses make their stacks with `_new_stack` and then draw all parameters."""
 
     #: whether tokens can be given types, for encodings with a term for them
     takes_token_types: ClassVar[bool] = False
