@@ -7,7 +7,12 @@ from train.data.hub import Hub
 from train.data.images import Data, ImageData, ImageFolder, Images
 from train.data.news import News
 from train.data.order import Order
+from train.data.prompts import Prompts
+from train.data.recordings import Recordings, SpeechData
 from train.data.shards import ImageShards
+from train.data.speech_folder import SpeechFolder
+from train.data.speech_hub import SpeechHub
+from train.data.speech_jsonl import SpeechJsonl
 from train.data.text_folder import TextFolder
 from train.data.text_hub import TextHub
 from train.data.text_jsonl import TextJsonl
@@ -25,6 +30,10 @@ DATA: dict[str, type[Data]] = {
     "image_shards": ImageShards,
     "news": News,
     "order": Order,
+    "prompts": Prompts,
+    "speech_folder": SpeechFolder,
+    "speech_hub": SpeechHub,
+    "speech_jsonl": SpeechJsonl,
     "text_folder": TextFolder,
     "text_hub": TextHub,
     "text_jsonl": TextJsonl,
@@ -48,7 +57,13 @@ __all__ = [
     "News",
     "Order",
     "Pairs",
+    "Prompts",
+    "Recordings",
     "Running",
+    "SpeechData",
+    "SpeechFolder",
+    "SpeechHub",
+    "SpeechJsonl",
     "TextData",
     "TextFolder",
     "TextHub",

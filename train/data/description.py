@@ -24,12 +24,17 @@ class Description(Node):
     std: tuple[PositiveFloat, ...]
 
 
-class TextDescription(Node):
-    """What every model of text must know. `tokenizer`: the checksum of tokenizer.json beside it; lengths are in tokens."""
+class TokenDescription(Node):
+    """What every model that reads or writes tokens must know. `tokenizer`: the checksum of tokenizer.json beside it."""
 
     vocab_size: PositiveInt
-    max_length: PositiveInt
     tokenizer: str
+
+
+class TextDescription(TokenDescription):
+    """What every model of text must know; lengths are in tokens."""
+
+    max_length: PositiveInt
 
 
 class LabelledDescription(TextDescription):
@@ -49,12 +54,20 @@ class PairsDescription(TextDescription):
     max_target_length: PositiveInt
 
 
-AnyDescription = Description | LabelledDescription | RunningDescription | PairsDescription
+class SpeechDescription(TokenDescription):
+    """For a recogniser of speech. `sample_rate` in Hz, `max_duration` of a recording in training, in seconds."""
+
+    sample_rate: PositiveInt
+    max_duration: PositiveFloat
+
+
+AnyDescription = Description | LabelledDescription | RunningDescription | PairsDescription | SpeechDescription
 DESCRIPTIONS: dict[str, type[Any]] = {
     "classify": Description,
     "text_classification": LabelledDescription,
     "language_modeling": RunningDescription,
     "sequence_to_sequence": PairsDescription,
+    "speech_recognition": SpeechDescription,
 }
 
 
@@ -87,7 +100,7 @@ def checksum(tokenizer: Tokenizer) -> str:
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
 
 
-def read_tokenizer(folder: Path, description: TextDescription) -> Tokenizer:
+def read_tokenizer(folder: Path, description: TokenDescription) -> Tokenizer:
     """The tokenizer that a run was trained with.
 
     Raises:
@@ -95,7 +108,7 @@ def read_tokenizer(folder: Path, description: TextDescription) -> Tokenizer:
     """
     path = folder / TOKENIZER
     if not path.is_file():
-        raise ValueError(f"{folder}: holds no {TOKENIZER}, which a run on text writes when it starts")
+        raise ValueError(f"{folder}: holds no {TOKENIZER}, which a run on text or speech writes when it starts")
     try:
         tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except Exception as error:  # the package raises nothing narrower
@@ -109,7 +122,7 @@ def read_tokenizer(folder: Path, description: TextDescription) -> Tokenizer:
     return tokenizer
 
 
-def check_same_tokenizer(tokenizer: Tokenizer, description: TextDescription) -> None:
+def check_same_tokenizer(tokenizer: Tokenizer, description: TokenDescription) -> None:
     """Holds a tokenizer against the one of training.
 
     Raises:

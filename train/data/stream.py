@@ -8,7 +8,7 @@ import random
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 Draw = tuple[int, int]  # (epoch, index)
+Collate = Callable[[list[Any]], Any]
 
 PR_SET_PDEATHSIG = 1  # of Linux: the signal that a process gets when its parent has died
 
@@ -86,6 +87,10 @@ class Draws(Sampler[list[Draw]]):
         """How many examples a process works on at once."""
         return self.batch_size // (self.num_processes * self.accumulate)
 
+    def after(self, num_steps: int) -> int:
+        """The `start` of who goes on after so many steps."""
+        return self.start + num_steps * self.batch_size
+
     def __len__(self) -> int:
         return self.num_steps * self.accumulate
 
@@ -100,6 +105,103 @@ class Draws(Sampler[list[Draw]]):
                 batch.append((epoch, int(order[position])))
             for part in range(self.accumulate):
                 yield batch[self.process_index * self.accumulate + part :: self.num_processes * self.accumulate]
+
+
+class TimedDraws(Sampler[list[Draw]]):
+    """Batches of recordings that are about equally long, each as many as last `batch_seconds` with their padding.
+
+    In each epoch every recording is drawn once, and the batches come in a new order. A batch is dealt out one by one, so that a
+    step is the same for any number of processes and parts; where the last recordings of an epoch are too few to be dealt out, some
+    come twice.
+
+    Args:
+        durations: of the recordings, in seconds.
+        batch_seconds: of a step, all processes and parts together.
+        batch_size: recordings in a batch at most, however short.
+        num_steps: how many steps there are to come.
+        start: how many batches have been drawn before.
+
+    Raises:
+        ValueError: there is no recording, or a batch has not room for the longest one in each part.
+    """
+
+    def __init__(
+        self,
+        durations: Sequence[float],
+        batch_seconds: float,
+        batch_size: int,
+        num_steps: int,
+        seed: int,
+        start: int = 0,
+        process_index: int = 0,
+        num_processes: int = 1,
+        accumulate: int = 1,
+    ):
+        self.num_examples, self.num_parts = len(durations), num_processes * accumulate
+        if not self.num_examples:
+            raise ValueError("trainer.batch_seconds: there is no recording to draw from")
+        longest = max(durations)
+        if longest * self.num_parts > batch_seconds:
+            parts = f", in each of {self.num_parts} parts" if self.num_parts > 1 else ""
+            raise ValueError(
+                f"trainer.batch_seconds = {batch_seconds}: has no room for the longest recording, which lasts {longest:.2f} "
+                f"seconds{parts}; data.max_duration leaves such out"
+            )
+        if batch_size < self.num_parts:
+            raise ValueError(
+                f"trainer.batch_size = {batch_size}: must be at least {self.num_parts}, the parts of a batch with "
+                f"trainer.batch_seconds"
+            )
+        self.durations = np.asarray(durations, dtype=np.float64)
+        self.batch_seconds, self.batch_size, self.num_steps, self.seed, self.start = (
+            batch_seconds,
+            batch_size,
+            num_steps,
+            seed,
+            start,
+        )
+        self.process_index, self.num_processes, self.accumulate = process_index, num_processes, accumulate
+
+    def after(self, num_steps: int) -> int:
+        """The `start` of who goes on after so many steps."""
+        return self.start + num_steps
+
+    def __len__(self) -> int:
+        return self.num_steps * self.accumulate
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        epoch, batches = 0, self.batches(0)
+        before = 0  # batches of earlier epochs
+        for number in range(self.start, self.start + self.num_steps):
+            while number - before >= len(batches):
+                before += len(batches)
+                epoch += 1
+                batches = self.batches(epoch)
+            batch = [(epoch, index) for index in batches[number - before]]
+            for part in range(self.accumulate):
+                yield batch[self.process_index * self.accumulate + part :: self.num_parts]
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch, in the order in which they are drawn."""
+        rng = np.random.default_rng((self.seed, epoch))
+        # a little disorder, so that other recordings meet in each epoch; the longest first, so that a short rest is a cheap one
+        order = np.argsort(-self.durations * rng.uniform(0.9, 1.1, self.num_examples), kind="stable")
+        batches: list[list[int]] = [[]]
+        longest = 0.0
+        for index in order.tolist():
+            duration = max(longest, self.durations[index])
+            full = duration * (len(batches[-1]) + 1) > self.batch_seconds or len(batches[-1]) == self.batch_size
+            if batches[-1] and full:
+                batches.append([])
+                duration = self.durations[index]
+            batches[-1].append(index)
+            longest = duration
+        for batch in batches:
+            for index in order[::-1].tolist():  # the shortest ones, which have room wherever there is any
+                if len(batch) >= self.num_parts:
+                    break
+                batch.append(index)
+        return [batches[number] for number in rng.permutation(len(batches))]
 
 
 class Drawn(Dataset[tuple[Any, list[DamagedExample]]]):
@@ -153,13 +255,15 @@ class TrainingBatches:
             there each is named in a warning.
     """
 
-    def __init__(self, dataset: Dataset[Any], draws: Draws, num_workers: int, pin_memory: bool, max_damaged: int = 0):
+    def __init__(
+        self, dataset: Dataset[Any], draws: Draws | TimedDraws, num_workers: int, pin_memory: bool, max_damaged: int = 0
+    ):
         self.loader = DataLoader(
             Drawn(dataset, draws.seed, max_damaged),
             batch_sampler=draws,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            collate_fn=collate_drawn,
+            collate_fn=partial(collate_drawn, collate_of(dataset)),
             worker_init_fn=partial(live_with_the_trainer, os.getpid()),
         )
         self.max_damaged, self.damaged = max_damaged, dict[str, DamagedExample]()
@@ -206,11 +310,18 @@ def too_many(damaged: list[DamagedExample], allowed: int) -> TooManyDamaged:
     )
 
 
-def collate_drawn(examples: list[tuple[Any, list[DamagedExample]]]) -> tuple[Any, list[DamagedExample]]:
+def collate_of(dataset: Dataset[Any]) -> Collate:
+    """How examples become a batch: a data set whose examples are of different sizes has a method for it."""
+    return getattr(dataset, "collate", default_collate)
+
+
+def collate_drawn(
+    collate: Collate, examples: list[tuple[Any, list[DamagedExample]]]
+) -> tuple[Any, list[DamagedExample]]:
     damaged = [error for _, errors in examples for error in errors]
     if any(example is None for example, _ in examples):
         return None, damaged
-    return default_collate([example for example, _ in examples]), damaged
+    return collate([example for example, _ in examples]), damaged
 
 
 def live_with_the_trainer(trainer: int, _: int) -> None:
@@ -237,10 +348,10 @@ class Readable(Dataset[tuple[int, Any]]):
             return index, error
 
 
-def collate_readable(examples: list[tuple[int, Any]]) -> tuple[list[int], Any, list[DamagedExample]]:
+def collate_readable(collate: Collate, examples: list[tuple[int, Any]]) -> tuple[list[int], Any, list[DamagedExample]]:
     good = [(index, example) for index, example in examples if not isinstance(example, DamagedExample)]
     damaged = [example for _, example in examples if isinstance(example, DamagedExample)]
-    batch = default_collate([example for _, example in good]) if good else None
+    batch = collate([example for _, example in good]) if good else None
     return [index for index, _ in good], batch, damaged
 
 
@@ -269,7 +380,7 @@ def evaluation_batches(
         Readable(dataset),
         batch_sampler=[batch or [0] for batch in batches],
         num_workers=num_workers,
-        collate_fn=collate_readable,
+        collate_fn=partial(collate_readable, collate_of(dataset)),
         worker_init_fn=partial(live_with_the_trainer, os.getpid()),
     )
     damaged: list[DamagedExample] = []
@@ -296,7 +407,7 @@ def first_readable(dataset: Dataset[Any]) -> Any:
     num_examples = len(dataset)  # type: ignore[arg-type]
     for index in range(num_examples):
         try:
-            return default_collate([dataset[index]])
+            return collate_of(dataset)([dataset[index]])
         except DamagedExample:
             if index == num_examples - 1:
                 raise

@@ -101,28 +101,11 @@ class TextJsonl(OwnTexts):
     def read(self, pattern: str, keys: list[str], damage: Damage) -> Iterator[tuple[str, list[Any]]]:
         """FILE:LINE and the values of the keys, of each line that has them; the last key may be a label."""
         for file in find_files(pattern, self.path):
-            for name, line in self.lines(file, damage):
+            for name, line in read_lines(file, self.encoding, damage):
                 try:
                     yield name, values(name, line, keys, self.use)
                 except DamagedText as error:
                     damage.add(error)
-
-    def lines(self, file: Path, damage: Damage) -> Iterator[tuple[str, str]]:
-        number = 0
-        try:
-            with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
-                for number, line in enumerate(stream, start=1):
-                    try:
-                        text = line.decode(self.encoding)
-                    except UnicodeDecodeError as error:
-                        byte = f"byte {error.start} of the line ({error.object[error.start]:#04x})"
-                        damage.add(DamagedText(f"{file}:{number}", f"{byte} is no {self.encoding}"))
-                        continue
-                    text = text.removeprefix("\ufeff") if number == 1 else text
-                    if text.strip():
-                        yield f"{file}:{number}", text
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{file}:{number + 1}: no readable file ({error})") from error
 
 
 def find_files(pattern: str, folder: str | None) -> list[Path]:
@@ -138,20 +121,36 @@ def find_files(pattern: str, folder: str | None) -> list[Path]:
     return found
 
 
+def read_lines(file: Path, encoding: str, damage: Damage) -> Iterator[tuple[str, str]]:
+    """FILE:LINE and the text of each line that is not blank.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    number = 0
+    try:
+        with gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb") as stream:
+            for number, line in enumerate(stream, start=1):
+                try:
+                    text = line.decode(encoding)
+                except UnicodeDecodeError as error:
+                    byte = f"byte {error.start} of the line ({error.object[error.start]:#04x})"
+                    damage.add(DamagedText(f"{file}:{number}", f"{byte} is no {encoding}"))
+                    continue
+                text = text.removeprefix("\ufeff") if number == 1 else text
+                if text.strip():
+                    yield f"{file}:{number}", text
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}:{number + 1}: no readable file ({error})") from error
+
+
 def values(name: str, line: str, keys: list[str], use: str) -> list[Any]:
     """What a line has under the keys.
 
     Raises:
         DamagedText: it is no json, a key is missing, or a value is none that the key can have.
     """
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise DamagedText(name, f"no readable json ({error})") from error
-    except RecursionError as error:
-        raise DamagedText(name, "no readable json (nested too deeply)") from error
-    if not isinstance(row, dict):
-        raise DamagedText(name, f"must be an object such as {{{keys[0]!r}: ...}}, is {type(row).__name__}")
+    row = row_of(name, line, keys[0])
     for position, key in enumerate(keys):
         if key not in row:
             there = ", ".join(row).encode(errors="backslashreplace").decode()
@@ -167,6 +166,23 @@ def values(name: str, line: str, keys: list[str], use: str) -> list[Any]:
         if not row[key].strip():
             raise DamagedText(name, f"{key} is empty")
     return [row[key] for key in keys]
+
+
+def row_of(name: str, line: str, key: str) -> dict[str, Any]:
+    """The object that a line of json is; `key`: one that it should have.
+
+    Raises:
+        DamagedText: it is none.
+    """
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise DamagedText(name, f"no readable json ({error})") from error
+    except RecursionError as error:
+        raise DamagedText(name, "no readable json (nested too deeply)") from error
+    if not isinstance(row, dict):
+        raise DamagedText(name, f"must be an object such as {{{key!r}: ...}}, is {type(row).__name__}")
+    return row
 
 
 def refuse_half_characters(name: str, text: str, what: str = "") -> None:

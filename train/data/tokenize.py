@@ -15,7 +15,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-TokenizerKind = Literal["bpe", "unigram", "wordpiece", "words", "bytes"]
+TokenizerKind = Literal["bpe", "unigram", "wordpiece", "words", "bytes", "characters"]
 
 SPECIAL_TOKENS = ("[PAD]", "[BOS]", "[EOS]", "[UNK]", "[SEP]", "[MASK]")
 PAD, BOS, EOS, UNK, SEP, MASK = range(len(SPECIAL_TOKENS))
@@ -36,7 +36,7 @@ def train_tokenizer(texts: Sequence[str], kind: TokenizerKind, vocab_size: int, 
         kind: "bpe" on bytes and "bytes" (not trained) give every text back exactly; "unigram" (candidates from BPE, pruned by how
             often the likeliest cut uses them: arXiv:1804.10959 with counts in place of expectations) all but what it never saw;
             "wordpiece" cuts at blanks and punctuation and forgets which blanks there were; "words" knows the most frequent of what
-            stands between blanks, all else is [UNK].
+            stands between blanks, all else is [UNK]; "characters" knows the most frequent characters, in their order.
         vocab_size: an upper limit; few texts give fewer tokens.
         lowercase: makes texts lower case first.
 
@@ -128,6 +128,17 @@ def words(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
+def characters(texts: Sequence[str], vocab_size: int) -> Tokenizer:
+    counts = Counter(character for text in texts for character in text)
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))
+    alphabet = sorted(frequent[: vocab_size - len(SPECIAL_TOKENS)])
+    vocabulary = {token: number for number, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL_TOKENS[UNK]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
+
+
 def unigram(texts: Sequence[str], vocab_size: int) -> Tokenizer:
     # not the package's own trainer, which gives another vocabulary each time, and takes ten times as long
     cut = pre_tokenizers.Sequence(
@@ -180,4 +191,5 @@ TRAINERS: dict[str, Callable[[Sequence[str], int], Tokenizer]] = {
     "wordpiece": wordpiece,
     "words": words,
     "bytes": plain_bytes,
+    "characters": characters,
 }

@@ -5,6 +5,7 @@ import hashlib
 import json
 import shutil
 import subprocess
+import tarfile
 import threading
 import zipfile
 from pathlib import Path
@@ -186,3 +187,65 @@ def test_the_bible_is_what_its_program_prints(cache: Path, monkeypatch: pytest.M
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")
 def test_the_real_bible() -> None:
     assert fetch.fetch_bible().read_text().count("\n") == 31_102
+
+
+def fake_prompts(monkeypatch: pytest.MonkeyPatch, texts: bytes, **wavs: bytes) -> list[list[str]]:
+    """apt-get and dpkg-deb that bring these texts and these recordings; what they are called with."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], cwd: Path, **options: object) -> subprocess.CompletedProcess[bytes]:
+        commands.append(command)
+        if command[0] == "apt-get":
+            for name in command[2:]:
+                (cwd / f"{name}_1_all.deb").write_bytes(b"")
+        else:
+            doc, sounds = cwd / "usr/share/doc/asterisk-core-sounds-it", cwd / "usr/share/asterisk/sounds/it_IT_m_X"
+            for folder in (doc, sounds / "digits"):
+                folder.mkdir(parents=True, exist_ok=True)
+            (doc / "core-sounds-it.txt.gz").write_bytes(gzip.compress(texts))
+            for name, content in wavs.items():
+                (sounds / f"{name}.wav").write_bytes(content)
+                (sounds / "digits" / f"{name}.wav").write_bytes(content + b"!")
+        return subprocess.CompletedProcess(command, 0, b"", b"W: unsandboxed")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    return commands
+
+
+def test_prompts_are_packed_with_their_texts(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = "\ufeff; Italian\n\ndigits/uno: uno\nuno: uno: due\nnone: niente\n".encode()
+    commands = fake_prompts(monkeypatch, texts, uno=b"sound", other=b"x")
+    expected = {"core-sounds-it.txt": texts, "digits/uno.wav": b"sound!", "uno.wav": b"sound"}
+    monkeypatch.setitem(fetch.PROMPTS_SHA256, "it", hashlib.sha256(fetch.packed(expected)).hexdigest())
+    path = fetch.fetch_prompts("it")
+    with tarfile.open(path) as tar:
+        assert {name: tar.extractfile(name).read() for name in tar.getnames()} == expected  # type: ignore[union-attr]
+    assert [command[0] for command in commands] == ["apt-get", "dpkg-deb", "dpkg-deb"]
+    assert commands[0][2:] == ["asterisk-core-sounds-it", "asterisk-core-sounds-it-wav"]
+    assert fetch.fetch_prompts("it") == path
+    assert len(commands) == 3
+    assert [path.name for path in cache.iterdir()] == ["prompts-it-asterisk-1.6.1.tar"]
+    assert fetch.prompt_lines(texts.decode()) == [("digits/uno", "uno"), ("uno", "uno: due"), ("none", "niente")]
+
+
+def test_prompts_that_are_not_what_we_counted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_prompts(monkeypatch, b"uno: uno", uno=b"sound")
+    with pytest.raises(
+        ValueError, match=r"fetch_prompts: asterisk-core-sounds-it and .*-wav has sha256 .*expected f48c"
+    ):
+        fetch.fetch_prompts("it")
+    fake_prompts(monkeypatch, b"due: due", uno=b"sound")
+    with pytest.raises(ValueError, match=r"sounds/it_\*: no recording \(KEY.wav\) of those in .*core-sounds-it.txt.gz"):
+        fetch.fetch_prompts("it")
+    assert list(cache.iterdir()) == []
+
+
+def test_no_apt_says_how_to_use_own_recordings(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        fetch.FetchError,
+        match=r"fetch asterisk-core-sounds-en and asterisk-core-sounds-en-wav: apt-get \(.*No such file.*"
+        r"and dpkg-deb. Without .*data=speech_jsonl data.path=FOLDER .*data=speech_folder",
+    ):
+        fetch.fetch_prompts("en")
+    assert list(cache.iterdir()) == []

@@ -18,6 +18,7 @@ from train.data.stream import (
     DamagedExample,
     Drawn,
     Draws,
+    TimedDraws,
     TooManyDamaged,
     TrainingBatches,
     evaluation_batches,
@@ -157,6 +158,92 @@ def test_m7_data_smaller_than_a_batch_are_refused() -> None:
 def test_batches_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer.batch_size = 9: must be a multiple of 2"):
         Draws(50, 9, 10, seed=0, num_processes=2)
+
+
+DURATIONS = [0.5, 3.0, 1.2, 0.1, 2.9, 7.0, 1.1, 0.7, 4.5, 4.4, 0.2, 1.0, 6.5]
+
+
+def timed(num_steps: int = 12, batch_seconds: float = 15.0, batch_size: int = 99, **options: Any) -> list[Any]:
+    draws = TimedDraws(DURATIONS, batch_seconds, batch_size, num_steps, seed=3, **options)
+    found = list(draws)
+    assert len(found) == len(draws)
+    return found
+
+
+def test_batches_by_duration_hold_every_recording_once_an_epoch_and_keep_their_limits() -> None:
+    batches = timed()
+    epochs = sorted({epoch for batch in batches for epoch, _ in batch})
+    assert len(epochs) >= 3
+    orders = []
+    for epoch in epochs[:-1]:
+        drawn = [index for batch in batches for number, index in batch if number == epoch]
+        assert sorted(drawn) == list(range(len(DURATIONS)))
+        orders.append(drawn)
+    assert orders[0] != orders[1]
+    for batch in batches:
+        assert max(DURATIONS[index] for _, index in batch) * len(batch) <= 15.0
+    padding = sum(max(DURATIONS[i] for _, i in batch) * len(batch) for batch in batches)
+    assert padding < 1.5 * sum(DURATIONS[i] for batch in batches for _, i in batch)  # like meets like
+    assert max(len(batch) for batch in timed(batch_size=3)) == 3
+    assert max(len(batch) for batch in batches) > 3
+
+
+def test_batches_by_duration_go_on_where_they_stopped() -> None:
+    whole = timed()
+    draws = TimedDraws(DURATIONS, 15.0, 99, 5, seed=3)
+    assert list(draws) == whole[:5]
+    assert timed(num_steps=7, start=draws.after(5)) == whole[5:]
+    assert timed(num_steps=12) == whole
+    assert list(TimedDraws(DURATIONS, 15.0, 99, 12, seed=4)) != whole
+
+
+def test_batches_by_duration_are_dealt_out_to_processes_and_parts() -> None:
+    whole = timed()
+    shares = [timed(process_index=index, num_processes=2) for index in range(2)]
+    for batch, first, second in zip(whole, *shares, strict=True):
+        assert first[: (len(batch) + 1) // 2] == batch[0::2]
+        assert second[: len(batch) // 2] == batch[1::2]
+        assert first  # also of a batch of one recording each gets some
+        assert second
+    parts = timed(accumulate=2)
+    assert len(parts) == 2 * len(whole)
+    assert [parts[0::2], parts[1::2]] == shares
+
+
+def test_batches_by_duration_that_cannot_be_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"batch_seconds = 6.0: has no room for the longest recording, which lasts 7.00 s"):
+        timed(batch_seconds=6.0)
+    with pytest.raises(ValueError, match=r"batch_seconds = 13.0: .* in each of 2 parts"):
+        timed(batch_seconds=13.0, num_processes=2)
+    with pytest.raises(ValueError, match=r"batch_size = 1: must be at least 2, the parts"):
+        timed(batch_size=1, accumulate=2)
+    with pytest.raises(ValueError, match="there is no recording"):
+        TimedDraws([], 6.0, 4, 3, seed=0)
+
+
+def test_m7_fewer_recordings_than_a_batch_are_one_short_batch() -> None:
+    assert [len(batch) for batch in TimedDraws([1.0, 2.0], 60.0, 16, 3, seed=0)] == [2, 2, 2]
+
+
+class Ragged(Noise):
+    """As many numbers as the index, which only its own way makes a batch of."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((index + 1,), float(index))
+
+    def collate(self, examples: list[torch.Tensor]) -> torch.Tensor:
+        return torch.nn.utils.rnn.pad_sequence(examples, batch_first=True)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_data_set_may_make_batches_in_its_own_way(num_workers: int) -> None:
+    draws = TimedDraws([1.0] * 10, 3.0, 99, 4, seed=0)
+    with TrainingBatches(Ragged(), draws, num_workers, pin_memory=False) as batches:
+        found = [next(batches) for _ in range(4)]
+    assert sorted(len(batch) for batch in found) == [1, 3, 3, 3]
+    assert all(batch.shape[1] == int(batch.max()) + 1 for batch in found)
+    shapes = [tuple(batch.shape) for _, batch in evaluation_batches(Ragged(), 4, num_workers)]
+    assert shapes == [(4, 4), (4, 8), (2, 10)]
 
 
 @pytest.mark.parametrize("num_processes", [1, 2, 3, 11])

@@ -101,7 +101,10 @@ def test_vocabularies_that_a_tokenizer_cannot_have() -> None:
     for options, message in (
         ({"tokenizer": "bytes", "vocab_size": 500}, "vocab_size = 500: the tokenizer bytes always has 262"),
         ({"vocab_size": 100}, "vocab_size = 100: must be at least 262"),
-        ({"tokenizer": "bytpair"}, "tokenizer = 'bytpair': must be 'bpe', 'unigram', 'wordpiece', 'words' or 'bytes'"),
+        (
+            {"tokenizer": "bytpair"},
+            "tokenizer = 'bytpair': must be 'bpe', 'unigram', 'wordpiece', 'words', 'bytes' or 'characters'",
+        ),
     ):
         _, problems = validate(TextFolder, {"name": "text_folder", "path": "x", **options})
         assert len(problems) == 1

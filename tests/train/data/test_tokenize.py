@@ -6,8 +6,8 @@ from tests.refusals import refuses
 from train.data.tokenize import SPECIAL_TOKENS, check_fits, encode_texts, pieces, train_tokenizer
 
 TEXTS = ["the cat sat on the mat\n\n  and the dog did not", "a cat, and a dog: both sat", "thé größe 東京 🙂"] * 3
-KINDS = ("bpe", "unigram", "wordpiece", "bytes")
-SIZES = {"bpe": 300, "unigram": 60, "wordpiece": 90, "bytes": 262}
+KINDS = ("bpe", "unigram", "wordpiece", "bytes", "characters")
+SIZES = {"bpe": 300, "unigram": 60, "wordpiece": 90, "bytes": 262, "characters": 60}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,6 +40,17 @@ def test_what_unigram_has_seen_comes_back() -> None:
         assert tokenizer.decode(tokenizer.encode(text).ids) == text
     assert 3 in tokenizer.encode("Ж").ids
     assert len(tokenizer.encode("the cat").ids) < 5  # words, not letters
+
+
+def test_characters_are_those_of_the_texts_in_their_order() -> None:
+    tokenizer = train_tokenizer(["l'été\n e\u0301", "été"], "characters", 100)
+    letters = sorted("\n 'elté\u0301")
+    assert [tokenizer.id_to_token(number) for number in range(6, 6 + len(letters))] == letters
+    assert tokenizer.encode("été?").ids == [6 + letters.index(letter) for letter in "été"] + [3]
+    for text in ("l'été\n e\u0301", "  t \n\n l ", "e" * 5):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    few = train_tokenizer(["aaabbc"], "characters", 8)
+    assert few.encode("abc").ids == [6, 7, 3]  # the rarest goes first
 
 
 def test_lower_case() -> None:
