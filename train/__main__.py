@@ -106,6 +106,7 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
                 "seed": config.seed,
                 "num_parameters": num_parameters,
                 "num_processes": accelerator.num_processes,
+                "peak_memory_mib": report.peak_memory_mib(),
                 **report.surroundings(),
             }
             replace_text(folder / METRICS, json.dumps(summary, indent=2) + "\n")  # last: this run is complete

@@ -26,7 +26,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of finished runs")
     parser.add_argument(
-        "--score", help="a key of metrics.json (default: what the task shows first: accuracy, perplexity, rougeL)"
+        "--score",
+        action="append",
+        metavar="KEY",
+        help="a key of metrics.json (default: what the task shows first: accuracy, perplexity, rougeL, cer); may be given again, "
+        "the picture shows the first",
     )
     parser.add_argument("--picture", metavar="FILE.png", help="draw the curves of training and test there")
     return run_tool(compare, parser.parse_args(arguments))
@@ -35,13 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def compare(given: argparse.Namespace) -> int:
     paths = [Path(run) for run in given.runs]
     groups = group_runs(paths)
-    score = given.score or score_of(paths)
+    wanted = given.score or [score_of(paths)]
     rows: dict[str, list[dict[str, float]]] = {}
     for label, folders in groups.items():
-        rows[label] = [scores(folder, score) for folder in folders]
+        rows[label] = [scores(folder, wanted) for folder in folders]
     print(table(rows))
     if given.picture:
-        print(f"picture {readable(draw(groups, Path(given.picture), score))}")
+        print(f"picture {readable(draw(groups, Path(given.picture), wanted[0]))}")
     return 0
 
 
@@ -59,8 +63,8 @@ def score_of(folders: Iterable[Path]) -> str:
     return found.pop()
 
 
-def scores(folder: Path, score: str) -> dict[str, float]:
-    """The final numbers of a run.
+def scores(folder: Path, wanted: Sequence[str]) -> dict[str, float]:
+    """The final numbers of a run, and what it cost: milliseconds a step of training, memory of the process, seconds in all.
 
     Raises:
         ValueError: it is not finished, or has no such number.
@@ -72,9 +76,17 @@ def scores(folder: Path, score: str) -> dict[str, float]:
             f"{folder}: holds no {METRICS} that can be read, which a finished run has ({error})"
         ) from error
     numbers = sorted(key for key, value in metrics.items() if isinstance(value, float))
-    if score not in numbers:
-        raise ValueError(f"score = {score!r}: not among the numbers in {folder / METRICS}: {', '.join(numbers)}")
-    return {score: metrics[score], "seconds": metrics["seconds"]["total"]}
+    for score in wanted:
+        if score not in numbers:
+            raise ValueError(f"score = {score!r}: not among the numbers in {folder / METRICS}: {', '.join(numbers)}")
+    seconds = metrics["seconds"]
+    costs = {}
+    if "steps" in metrics:
+        training = seconds["total"] - sum(seconds.get(part, 0.0) for part in ("evaluation", "saving"))
+        costs["ms a step"] = 1000 * training / metrics["steps"]
+    if metrics.get("peak_memory_mib") is not None:
+        costs["peak MiB"] = metrics["peak_memory_mib"]
+    return {**{score: metrics[score] for score in wanted}, **costs, "seconds": seconds["total"]}
 
 
 def group_runs(folders: Iterable[Path]) -> dict[str, list[Path]]:
@@ -116,7 +128,9 @@ def table(rows: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
         cells = []
         for column in columns:
             values = [run[column] for run in runs if column in run]
-            cells.append(mean_and_deviation(values, digits=0 if column == "seconds" else None))
+            cells.append(
+                mean_and_deviation(values, digits=0 if column in ("seconds", "ms a step", "peak MiB") else None)
+            )
         lines.append([name, str(len(runs)), *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -24,15 +24,16 @@ from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
 import relpos2d
 from relpos2d import Grid, create_encoding, list_encodings
 from relpos2d.encodings import encoding_class, encoding_options
-from relpos2d.models import EncoderDecoder, LanguageModel, TextClassifier
+from relpos2d.models import ConformerCTC, EncoderDecoder, LanguageModel, TextClassifier
 from train.data import DATA, Data, Images
+from train.data.recordings import Recordings
 from train.data.texts import Labelled, Pairs, Running
 from train.schema import AnyNode, ConfigError, Node, node_from_parameters, unknown_name, validate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-GROUPS = ("model", "encoding", "data", "loss", "optimizer", "schedule", "handover", "generation", "trainer")
+GROUPS = ("model", "encoding", "data", "loss", "optimizer", "schedule", "handover", "generation", "decoding", "trainer")
 
-TaskName = Literal["classify", "text_classification", "language_modeling", "sequence_to_sequence"]
+TaskName = Literal["classify", "text_classification", "language_modeling", "sequence_to_sequence", "speech_recognition"]
 GRIDS = {1: Grid(15), 2: Grid(3, 5)}
 
 
@@ -50,12 +51,18 @@ TASKS: dict[TaskName, TaskKind] = {
     "text_classification": TaskKind("text_classifier", Labelled, num_axes=1),
     "language_modeling": TaskKind("language_model", Running, num_axes=1),
     "sequence_to_sequence": TaskKind("encoder_decoder", Pairs, num_axes=1),
+    "speech_recognition": TaskKind("conformer_ctc", Recordings, num_axes=1),
+}
+LOSSES: dict[TaskName, tuple[str, ...]] = {  # of the other tasks: cross_entropy
+    "classify": ("cross_entropy", "binary_cross_entropy"),
+    "speech_recognition": ("ctc",),
 }
 USES = {"labels": Labelled, "running": Running, "pairs": Pairs}
-TEXT_MODELS: dict[str, type] = {
+OWN_MODELS: dict[str, type] = {
     "text_classifier": TextClassifier,
     "language_model": LanguageModel,
     "encoder_decoder": EncoderDecoder,
+    "conformer_ctc": ConformerCTC,
 }
 
 
@@ -106,10 +113,11 @@ class Loss(Node):
     `mixup` and `cutmix` are the alphas of their beta distributions (0: off); a batch or an example (`mix_mode`) is mixed with
     probability `mix_prob`, by CutMix with probability `switch_prob` where both are on. The partner is looked for in the part of
     the batch that a process works on at once. With `target_threshold`, binary cross entropy takes every class with a share
-    above it as present (0: both of a mixed image, as DeiT III has it).
+    above it as present (0: both of a mixed image, as DeiT III has it). `ctc` is for speech: the layers of model.intermediate_layers
+    have a share of `intermediate_ctc` in it (0.3 unless given).
     """
 
-    name: Literal["cross_entropy", "binary_cross_entropy"] = "cross_entropy"
+    name: Literal["cross_entropy", "binary_cross_entropy", "ctc"] = "cross_entropy"
     smoothing: float = Field(0.0, ge=0, lt=1)
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
@@ -117,6 +125,7 @@ class Loss(Node):
     switch_prob: float = Field(0.5, ge=0, le=1)
     mix_mode: Literal["batch", "pair", "elem"] = "batch"
     target_threshold: float | None = Field(None, ge=0, lt=1)
+    intermediate_ctc: float | None = Field(None, gt=0, lt=1)
 
     @model_validator(mode="after")
     def threshold_has_a_use(self) -> "Loss":
@@ -187,10 +196,39 @@ class Generation(Node):
         return self
 
 
+class Decoding(Node):
+    """How a recogniser of speech turns frames into text: the likeliest token of each frame, or beam search over texts.
+
+    Beam search keeps `beam_size` texts, none of which is more than `beam_threshold` less likely (in nats) than the best. `lexicon`
+    allows the words of the training texts ("train") or of a file, one a line, alone. `lm` is a KenLM file; its logarithms count
+    `lm_weight` times, each word adds `word_score`.
+    """
+
+    name: Literal["greedy", "beam"] = "greedy"
+    beam_size: PositiveInt = 16
+    beam_threshold: PositiveFloat = 50.0
+    lexicon: str | None = None
+    lm: str | None = None
+    lm_weight: float = 1.0
+    word_score: float = 0.0
+
+    @model_validator(mode="after")
+    def options_have_a_use(self) -> "Decoding":
+        if self.name == "greedy" and self.given():
+            raise ValueError(f"{', '.join(sorted(self.given()))}: is for name = 'beam', name is 'greedy'")
+        if self.lm is None and "lm_weight" in self.given():
+            raise ValueError(f"lm_weight = {self.lm_weight}: is for a language model, lm is not given")
+        if self.lexicon is None and "word_score" in self.given():
+            raise ValueError(f"word_score = {self.word_score}: is for a lexicon, lexicon is not given")
+        return self
+
+
 class Trainer(Node):
     """How long, in which batches and where to train, and how often to log, evaluate and save (in steps).
 
-    `batch_size` counts the whole batch of a step: all processes, all of the `accumulate` parts whose gradients are summed.
+    `batch_size` counts the whole batch of a step: all processes, all of the `accumulate` parts whose gradients are summed. With
+    `batch_seconds` a batch holds recordings of about equal length that last so long together, with their padding, and `batch_size`
+    of them at most.
     `trainable: positions` trains the encodings alone; `frozen_stages` keeps the stem and so many stages (Swin) or blocks (ViT) as
     they are, all of a ViT's with its last norm. `ema_decay` keeps an average of the weights (timm's, with its warm-up), which is
     then what is evaluated. A step whose loss or gradient is not finite is left out and counted; after more than
@@ -202,6 +240,7 @@ class Trainer(Node):
 
     max_steps: PositiveInt
     batch_size: PositiveInt
+    batch_seconds: PositiveFloat | None = None
     accumulate: PositiveInt = 1
     trainable: Literal["all", "positions"] = "all"
     frozen_stages: NonNegativeInt = 0
@@ -223,7 +262,7 @@ class Trainer(Node):
 
     @model_validator(mode="after")
     def options_go_together(self) -> "Trainer":
-        if self.batch_size % self.accumulate:
+        if self.batch_seconds is None and self.batch_size % self.accumulate:
             raise ValueError(f"batch_size = {self.batch_size}: must be a multiple of accumulate = {self.accumulate}")
         if self.parallel == "fsdp2" and self.mixed_precision == "fp16":
             raise ValueError("mixed_precision = 'fp16': its loss scaling is not made for parallel = 'fsdp2'; use bf16")
@@ -244,6 +283,7 @@ class Config(Node):
     schedule: Schedule
     handover: Handover | None = None
     generation: Generation | None = None
+    decoding: Decoding | None = None
     trainer: Trainer
 
     @model_validator(mode="after")
@@ -255,7 +295,7 @@ class Config(Node):
     def misfits(self) -> Iterator[str]:
         """What does not go with the task. What has a wrong name has a line already."""
         kind, task = TASKS[self.task], f"task is {self.task}"
-        names = sorted(TEXT_MODELS) if kind.model is None else [kind.model]
+        names = sorted(OWN_MODELS) if kind.model is None else [kind.model]
         if isinstance(self.model, Model) and (self.model.name in names) is (kind.model is None):
             allowed = kind.model or "timm's backbones and relpos2d's (relpos2d_...)"
             yield f"model.name = {self.model.name!r}: {task}, allowed: {allowed}"
@@ -273,14 +313,31 @@ class Config(Node):
                     yield f"{where}.name = {encoding.name!r}: {task}, on {kind.num_axes} axes: {error}"
         if self.task != "sequence_to_sequence" and self.generation is not None:
             yield f"generation: is for sequence_to_sequence, {task}; allowed: none"
+        yield from self.options_of_speech(task)
         if self.task == "sequence_to_sequence" and self.trainer.parallel == "fsdp2":
             yield "trainer.parallel = 'fsdp2': texts of different lengths are generated, which it cannot; allowed: 'ddp'"
         if kind.model is not None:
             yield from self.options_of_images(task)
 
+    def options_of_speech(self, task: str) -> Iterator[str]:
+        is_speech = self.task == "speech_recognition"
+        if self.loss.name not in (names := LOSSES.get(self.task, ("cross_entropy",))):
+            yield f"loss.name = {self.loss.name!r}: {task}; allowed: {', '.join(map(repr, names))}"
+        if is_speech and self.loss.smoothing:
+            yield f"loss.smoothing = {self.loss.smoothing}: is for classes and tokens, {task}; allowed: 0.0"
+        if is_speech and self.loss.intermediate_ctc and not getattr(self.model, "intermediate_layers", None):
+            yield f"loss.intermediate_ctc = {self.loss.intermediate_ctc}: model.intermediate_layers names no layer"
+        options = (
+            ("decoding", self.decoding),
+            ("trainer.batch_seconds", self.trainer.batch_seconds),
+            ("loss.intermediate_ctc", self.loss.intermediate_ctc),
+        )
+        for path, value in options:
+            if not is_speech and value is not None:
+                yield f"{path}: is for speech_recognition, {task}; allowed: none"
+
     def options_of_images(self, task: str) -> Iterator[str]:
         options: list[tuple[str, Any, Any]] = [
-            ("loss.name", self.loss.name, "cross_entropy"),
             ("loss.mixup", self.loss.mixup, 0.0),
             ("loss.cutmix", self.loss.cutmix, 0.0),
             ("trainer.frozen_stages", self.trainer.frozen_stages, 0),
@@ -346,7 +403,7 @@ class Config(Node):
 
 
 def may_load(data: type[Data]) -> tuple[type, ...]:
-    """What the data of a class can give: images, labelled or running text, or pairs of texts."""
+    """What the data of a class can give: images, labelled or running text, pairs of texts, or recordings."""
     given = inspect.signature(data.load, eval_str=True).return_annotation
     return get_args(given) or (given,)
 
@@ -510,8 +567,8 @@ def model_node(name: str) -> type[Model]:
     """Keys from the class that timm builds under this name (built without memory, to see which class it is)."""
     import torch
 
-    if name in TEXT_MODELS:
-        return text_model_node(name)
+    if name in OWN_MODELS:
+        return own_model_node(name)
     source = name.removeprefix("relpos2d_")
     if not is_model(name) or not is_model(source):
         raise ValueError(name)
@@ -522,11 +579,14 @@ def model_node(name: str) -> type[Model]:
     return node_from_parameters(name, optional, Backbone, leave_out=("img_size", "in_chans", "num_classes"))
 
 
-def text_model_node(name: str) -> type[Model]:
-    """Keys from the constructor of one of our text models."""
-    parameters = inspect.signature(TEXT_MODELS[name], eval_str=True).parameters
+def own_model_node(name: str) -> type[Model]:
+    """Keys from the constructor of one of our own models."""
+    parameters = inspect.signature(OWN_MODELS[name], eval_str=True).parameters
     return node_from_parameters(
-        name, parameters, Model, leave_out=("vocab_size", "num_classes", "encoding", "padding_id", "device", "dtype")
+        name,
+        parameters,
+        Model,
+        leave_out=("vocab_size", "num_classes", "sample_rate", "encoding", "padding_id", "device", "dtype"),
     )
 
 
@@ -550,7 +610,7 @@ def optimizer_node(name: str) -> type[Optimizer]:
 
 NODES: dict[str, tuple[type[Node], Callable[[], list[str]], Callable[[str], type[Node]]]] = {
     # group -> its fields under any name, the names there are, the node of a name
-    "model": (Model, lambda: [*list_models("relpos2d_*"), *TEXT_MODELS], model_node),
+    "model": (Model, lambda: [*list_models("relpos2d_*"), *OWN_MODELS], model_node),
     "encoding": (Encoding, lambda: [encoding.name for encoding in list_encodings()], encoding_node),
     "data": (Data, lambda: list(DATA), DATA.__getitem__),
     "optimizer": (Optimizer, optimizer_names, optimizer_node),
@@ -566,8 +626,12 @@ def resolved_yaml(config: Config) -> str:
         for key, value in tree["model"].items()
         if key in Backbone.model_fields or key in config.model.given()
     }
-    if config.generation is None:
-        del tree["generation"]
+    # a default that was not given may be none that goes with the others
+    for group in ("generation", "decoding"):
+        node = getattr(config, group)
+        del tree[group]
+        if node is not None:
+            tree[group] = node.model_dump(include=node.model_fields_set)
     # a strength that is not given is the handover's
     members = tree["encoding"] if isinstance(tree["encoding"], list) else [tree["encoding"]]
     for encoding, member in zip(config.encodings, members, strict=True):

@@ -48,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="*",
         metavar="key=value",
         help="data=image_folder data.path=FOLDER, image_size=48 or 48x64 (what each encoding makes of it is told), "
-        "encoding.resize=clamp, trainer.batch_size=8; permute_tokens=true shuffles the patches of each image, a control; "
-        "length=2048 reads texts so many tokens at once; output=FOLDER writes metrics.json and the records",
+        "encoding.resize=clamp, decoding=beam, trainer.batch_size=8; permute_tokens=true shuffles the patches of each image, a "
+        "control; length=2048 reads texts so many tokens at once; output=FOLDER writes metrics.json and the records",
     )
     parser.add_argument("--json", action="store_true", help="print one line of JSON")
     return run_tool(evaluate, parser.parse_intermixed_args(arguments))
@@ -73,7 +73,6 @@ def evaluate(given: argparse.Namespace) -> int:
 
     with accelerator.local_main_process_first():  # which may have to fetch the data
         task = create_task(without_pretrained(config))
-    adapt = adapt_texts if restored.is_text else adapt_images
     seen = adapt(task, restored, own)
     metrics, records = task.evaluate(restored.model.to(accelerator.device), accelerator)
 
@@ -92,6 +91,13 @@ def evaluate(given: argparse.Namespace) -> int:
         print(json.dumps({**metrics, **about}) if given.json else as_text(metrics, about))
     accelerator.end_training()
     return 0
+
+
+def adapt(task: Any, restored: Restored, own: Mapping[str, str]) -> dict[str, Any]:
+    """Lets a task see its data as the model was trained to; returns what is to be told of it."""
+    if restored.config.task == "classify":
+        return adapt_images(task, restored, own)
+    return adapt_texts(task, restored, own) if restored.is_text else adapt_recordings(task, restored)
 
 
 def adapt_images(task: Any, restored: Restored, own: Mapping[str, str]) -> dict[str, Any]:
@@ -115,6 +121,23 @@ def adapt_texts(task: Any, restored: Restored, own: Mapping[str, str]) -> dict[s
         task.length = int(own["length"]) if "length" in own else restored.description.max_length
         return {"length": task.length}
     return {"length": task.data.max_length}
+
+
+def adapt_recordings(task: Any, restored: Restored) -> dict[str, Any]:
+    """Lets a task write texts in the tokens of the model.
+
+    Raises:
+        ValueError: recordings at another sample rate, or a character that the model cannot write.
+    """
+    about, tokenizer = restored.description, restored.tokenizer
+    if task.about.sample_rate != about.sample_rate:
+        raise ValueError(
+            f"data.sample_rate = {task.about.sample_rate}: the model hears {about.sample_rate} Hz; recordings of any rate are "
+            f"resampled to data.sample_rate={about.sample_rate}"
+        )
+    task.data = replace(task.data, test=task.data.test.with_tokenizer(tokenizer, task.max_damaged), tokenizer=tokenizer)
+    task.about = about
+    return {"sample_rate": about.sample_rate}
 
 
 def texts_as_trained(data: Any, restored: Restored) -> Any:
@@ -157,14 +180,14 @@ def take_own(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             raise ValueError(f"{key}: given twice on the command line")
         if key in OWN_KEYS:
             own[key] = value
-        elif key.split(".")[0] in ("data", "encoding") or key in TRAINER_KEYS:
+        elif key.split(".")[0] in ("data", "encoding", "decoding") or key in TRAINER_KEYS:
             overrides.append(argument)
         else:
-            wanted = nearest(key, [*OWN_KEYS, *TRAINER_KEYS, "data", "encoding"])
+            wanted = nearest(key, [*OWN_KEYS, *TRAINER_KEYS, "data", "encoding", "decoding"])
             raise ValueError(
                 f"{argument!r}: evaluation does not depend on it, or it would be another model; "
                 + (f"did you mean {wanted}? " if wanted else "")
-                + f"Allowed: data, encoding and their keys, {', '.join((*TRAINER_KEYS, *OWN_KEYS))}"
+                + f"Allowed: data, encoding, decoding and their keys, {', '.join((*TRAINER_KEYS, *OWN_KEYS))}"
             )
     return overrides, own
 
@@ -295,7 +318,9 @@ class PermutedPatches(Dataset[Example]):
 
 def as_text(metrics: dict[str, Any], about: dict[str, Any]) -> str:
     """A line a number, below what it was measured on."""
-    if "length" in about:
+    if "sample_rate" in about:
+        seen = f"{about['sample_rate']} Hz"
+    elif "length" in about:
         seen = f"{about['length']} tokens at once"
     else:
         seen = by(about["image_size"]) + (", patches in random order" if about["permute_tokens"] else "")

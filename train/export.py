@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         choices=tuple(FORMATS),
         help="safetensors: one file of weights, with model, encoding and classes as JSON in its metadata. onnx: one file, for "
         "any number of images at a time. timm: a folder for timm.create_model('local-dir:OUT', pretrained=True) after "
-        "import relpos2d. Models of text: safetensors only, their tokenizer.json lies in the run's folder",
+        "import relpos2d. Models of text and speech: safetensors only, their tokenizer.json lies in the run's folder",
     )
     parser.add_argument("out", metavar="OUT", help="the file or folder to write")
     parser.add_argument("--overwrite", action="store_true", help="replace OUT where there is one")
@@ -45,7 +45,7 @@ def export(given: argparse.Namespace) -> int:
     if not given.overwrite:
         check_free(out, "--overwrite replaces it")
     restored = restore(given.checkpoint, given.weights)
-    if restored.is_text and given.to != "safetensors":
+    if restored.config.task != "classify" and given.to != "safetensors":
         raise ValueError(
             f"--to {given.to}: is for classifiers of images, {given.checkpoint} is a run of {restored.config.task}; "
             f"allowed: safetensors"

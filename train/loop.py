@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from train.checkpoint import Checkpoint, last_checkpoint, replace_text, save_checkpoint
 from train.config import Config
-from train.data.stream import Draws, TrainingBatches
+from train.data.stream import Draws, TimedDraws, TrainingBatches
 from train.distribute import mean_over_processes
 from train.learner import Learner
 from train.report import Progress
@@ -48,7 +48,7 @@ class Result:
     summary: dict[str, Any]
 
 
-def fit(learner: Learner, draws: Draws, folder: Path) -> Result:
+def fit(learner: Learner, draws: Draws | TimedDraws, folder: Path) -> Result:
     """Trains to the last step, writing history, checkpoints and scalars into the folder.
 
     A learner that was made from a checkpoint goes on from there, and ends as if it had never been interrupted.
@@ -126,7 +126,7 @@ def fit(learner: Learner, draws: Draws, folder: Path) -> Result:
                     weights, optimizer, counters = learner.state()
                     state = {
                         "learner": counters,
-                        "examples_seen": draws.start + (step - start) * trainer.batch_size,
+                        "drawn": draws.after(step - start),
                         "num_examples": draws.num_examples,
                         "line": line,
                         "seconds": clock.seconds,
@@ -144,7 +144,9 @@ def fit(learner: Learner, draws: Draws, folder: Path) -> Result:
     return Result(metrics, records, summary)
 
 
-def create_draws(config: Config, task: Task, accelerator: Accelerator, checkpoint: Checkpoint | None = None) -> Draws:
+def create_draws(
+    config: Config, task: Task, accelerator: Accelerator, checkpoint: Checkpoint | None = None
+) -> Draws | TimedDraws:
     """What this process reads at which step.
 
     Raises:
@@ -153,29 +155,38 @@ def create_draws(config: Config, task: Task, accelerator: Accelerator, checkpoin
     num_examples = len(task.train_data)  # type: ignore[arg-type]
     start = num_steps = 0
     if checkpoint is not None:
-        start, num_steps = checkpoint.state["examples_seen"], checkpoint.step
+        start, num_steps = drawn_before(checkpoint), checkpoint.step
         before = checkpoint.state["num_examples"]
         if before != num_examples and not config.trainer.allow_changes:
             raise ValueError(
                 f"data: {num_examples} training examples, but the run to be continued was begun with {before}; "
                 f"trainer.allow_changes=true goes on all the same"
             )
-    draws = Draws(
-        num_examples=num_examples,
-        batch_size=config.trainer.batch_size,
-        num_steps=config.trainer.max_steps - num_steps,
-        seed=config.seed,
-        start=start,
-        process_index=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        accumulate=config.trainer.accumulate,
-    )
+    options: dict[str, Any] = {
+        "batch_size": config.trainer.batch_size,
+        "num_steps": config.trainer.max_steps - num_steps,
+        "seed": config.seed,
+        "start": start,
+        "process_index": accelerator.process_index,
+        "num_processes": accelerator.num_processes,
+        "accumulate": config.trainer.accumulate,
+    }
+    if config.trainer.batch_seconds is not None:
+        durations = task.train_data.durations  # type: ignore[attr-defined]  # of recordings alone, says the config
+        return TimedDraws(durations, config.trainer.batch_seconds, **options)
+    draws = Draws(num_examples, **options)
     if config.loss.mixes and draws.part_size % 2:
         raise ValueError(
             f"loss.mixup, loss.cutmix: need parts of even size, these are {draws.part_size}: trainer.batch_size = "
             f"{draws.batch_size} for {draws.num_processes} processes and trainer.accumulate = {draws.accumulate}"
         )
     return draws
+
+
+def drawn_before(checkpoint: Checkpoint) -> int:
+    """Where the draws of a checkpoint stood; they had another name once."""
+    state = checkpoint.state
+    return state["drawn"] if "drawn" in state else state["examples_seen"]
 
 
 class Clock:

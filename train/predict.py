@@ -52,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def predict(given: argparse.Namespace) -> int:
     device = to_device(given.device)
     restored = restore(given.checkpoint, given.weights)
+    if restored.config.task == "speech_recognition":
+        raise ValueError(
+            f"{restored.folder} is a run of speech_recognition: python -m train.transcribe writes what is said"
+        )
     check_options(given, restored)
     if restored.is_text:
         return predict_text.predict(given, restored, device)

@@ -68,7 +68,11 @@ class Progress:
         names = (
             "loss",
             "test_loss",
-            *(key for key in line if key.startswith("test_") and not key.endswith(("_loss", "_standard_error"))),
+            *(
+                key
+                for key in line
+                if key.startswith("test_") and not key.endswith(("_loss", "_standard_error", "_low", "_high"))
+            ),
         )
         numbers = "  ".join(f"{name.replace('_', ' ')} {line[name]:.4f}" for name in names if name in line)
         self.console.print(
@@ -95,6 +99,16 @@ def surroundings() -> dict[str, Any]:
             "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         },
     }
+
+
+def peak_memory_mib() -> float | None:
+    """The largest memory that this process has held so far, data and evaluation included; None where the system does not tell."""
+    try:
+        import resource
+    except ImportError:  # on Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes, or KiB
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20, 1)
 
 
 def commit() -> str | None:

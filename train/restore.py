@@ -1,6 +1,7 @@
 """A trained model from its run's folder alone: the data that it was trained on need not be there."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,7 +13,7 @@ from torch import nn
 
 from train.checkpoint import last_checkpoint, load_weights, misfits, read_state
 from train.config import Backbone, Config, load_config
-from train.data.description import read_description, read_tokenizer
+from train.data.description import TextDescription, read_description, read_tokenizer
 from train.run_folder import CHECKPOINTS, CONFIG
 from train.tasks.classify import create_backbone
 from train.tasks.texts import create_text_model
@@ -28,7 +29,7 @@ class Restored:
         description: of the data of its task, as in data.json.
         folder: of the run.
         checkpoint: its step_N.
-        tokenizer: of a model of text.
+        tokenizer: of a model of text or speech.
     """
 
     config: Config
@@ -42,7 +43,7 @@ class Restored:
 
     @property
     def is_text(self) -> bool:
-        return self.tokenizer is not None
+        return isinstance(self.description, TextDescription)
 
 
 def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | None = None) -> Restored:
@@ -60,8 +61,7 @@ def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | No
     config = config or load_config(str(folder / CONFIG))
     description = read_description(folder, config.task)
     tokenizer = None if config.task == "classify" else read_tokenizer(folder, description)
-    create: Any = create_backbone if tokenizer is None else create_text_model
-    model: nn.Module = create(without_pretrained(config), description)
+    model: nn.Module = model_maker(config.task)(without_pretrained(config), description)
     try:
         weights = load_weights(found, which)
         step = read_state(found)["step"]
@@ -70,6 +70,18 @@ def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | No
     load_strictly(model, weights, found, config)
     used: Literal["model", "ema"] = "ema" if which != "model" and (found / "ema.safetensors").is_file() else "model"
     return Restored(config, model.eval(), description, folder, found, step, used, tokenizer)
+
+
+def model_maker(task: str) -> Callable[[Config, Any], nn.Module]:
+    """What makes the model of a task from its config and the description of its data."""
+    match task:
+        case "classify":
+            return create_backbone
+        case "speech_recognition":
+            from train.tasks.speech_recognition import create_speech_model
+
+            return create_speech_model
+    return create_text_model
 
 
 def find_checkpoint(path: Path) -> tuple[Path, Path]:

@@ -60,6 +60,7 @@ WRITTEN = (
     TOKENIZER,
     HISTORY,
     "predictions.jsonl",
+    "alignment.png",
     "windows.jsonl",
     "generated.jsonl",
     "curves.png",

@@ -63,3 +63,16 @@ def image_folders(tmp_path: Path) -> Path:
             for number in range(4):
                 Image.new("RGB", (40, 30), colours[name]).save(tmp_path / split / name / f"{number}.png")
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def tone_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The finished run of a tiny recogniser that knows eight clips of tones by heart; they lie beside it, in `tones`."""
+    from tests.train import tones
+    from train.__main__ import main
+
+    folder = tmp_path_factory.mktemp("speech")
+    options = tones.speech_run(folder, tones.tone_clips(8, seed=3))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert main([*options, f"output={folder / 'run'}"]) == 0
+    return folder / "run"

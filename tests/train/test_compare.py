@@ -102,6 +102,17 @@ def test_the_score_is_the_task_s_unless_named(tmp_path: Path, capsys: pytest.Cap
     assert main([image, text, "--score", "accuracy"]) == 0
 
 
+def test_several_scores_and_what_a_run_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Path(write_run(tmp_path / "a"))
+    seconds = {"total": 30.0, "evaluation": 8.0, "saving": 2.0, "data": 1.0}
+    metrics = {"accuracy": 0.5, "loss": 1.25, "steps": 40, "seconds": seconds, "peak_memory_mib": 345.6}
+    (run / "metrics.json").write_text(json.dumps(metrics))
+    assert main([str(run), "--score", "loss", "--score", "accuracy"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "|  | runs | loss | accuracy | ms a step | peak MiB | seconds |"
+    assert lines[2] == "| table | 1 | 1.250 | 0.500 | 500 | 346 | 30 |"
+
+
 def test_wrong_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 1
     assert "is no run, it has no config.yaml" in capsys.readouterr().err

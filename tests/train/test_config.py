@@ -37,13 +37,18 @@ NEEDED = {  # what a file of a group leaves to its user
     "data=text_folder": ["data.path=texts"],
     "data=text_jsonl": ["data.train=train.jsonl", "data.val=val.jsonl"],
     "data=text_hub": ["data.path=texts"],
+    "data=speech_folder": ["data.path=recordings"],
+    "data=speech_jsonl": ["data.train=train.jsonl", "data.val=val.jsonl"],
+    "data=speech_hub": ["data.path=recordings"],
 }
 EXAMPLES = {  # a config of each task
     "classify": "classify/digits",
     "text_classification": "text/news",
     "language_modeling": "text/verses",
     "sequence_to_sequence": "text/headlines",
+    "speech_recognition": "speech/prompts",
 }
+TASK_OF = {"generation": "sequence_to_sequence", "decoding": "speech_recognition", "loss=ctc": "speech_recognition"}
 
 
 def config_for(file: str) -> str:
@@ -58,6 +63,8 @@ def config_for(file: str) -> str:
     if group == "data":
         kinds = may_load(DATA[node["data"]["name"]])
         return next(EXAMPLES[task] for task, kind in TASKS.items() if kind.data in kinds)
+    if task := TASK_OF.get(file, TASK_OF.get(group)):
+        return EXAMPLES[task]
     axes = encoding_class(name).axes if group == "encoding" else None
     return EXAMPLES["classify" if axes is None or 2 in axes else "text_classification"]
 
@@ -228,13 +235,33 @@ WRONG_TEXT = {
     "mixup": ("text/news", ["loss.mixup=0.8"], ["loss.mixup = 0.8: is for images, task is text_classification; allowed: 0.0"]),
     "layer decay": ("text/news", ["optimizer.layer_decay=0.7"], ["optimizer.layer_decay = 0.7: is for images", "allowed: None"]),
     "stages": ("text/news", ["trainer.frozen_stages=1"], ["trainer.frozen_stages = 1: is for images", "allowed: 0"]),
-    "binary": ("text/news", ["loss.name=binary_cross_entropy"], ["loss.name = 'binary_cross_entropy': is for images"]),
+    "binary": (
+        "text/news", ["loss.name=binary_cross_entropy"],
+        ["loss.name = 'binary_cross_entropy': task is text_", "allowed: 'cross_entropy'"]),
     "two at once": ("text/news", ["loss.mixup=0.8", "trainer.frozen_stages=1"], ["loss.mixup = 0.8", "trainer.frozen_stages = 1"]),
     "nothing to generate": ("text/news", ["generation={num_beams: 2}"], ["generation: is for sequence_to_sequence"]),
     "a penalty without beams": (
         "text/headlines", ["generation.length_penalty=2.0"],
         ["generation: length_penalty = 2.0: is for beam search, num_beams is 1"]),
     "shared out while generating": ("text/headlines", ["trainer.parallel=fsdp2"], ["trainer.parallel = 'fsdp2'", "allowed: 'ddp'"]),
+    "a loss of another task": (
+        "speech/prompts", ["loss=cross_entropy"], ["loss.name = 'cross_entropy': task is speech_recognition; allowed: 'ctc'"]),
+    "ctc for images": (
+        "classify/digits", ["loss=ctc"],
+        ["loss.name = 'ctc': task is classify; allowed: 'cross_entropy', 'binary_cross_entropy'"]),
+    "smoothed transcripts": ("speech/prompts", ["loss.smoothing=0.1"], ["loss.smoothing = 0.1: is for classes and tokens"]),
+    "a share without a layer": (
+        "speech/prompts", ["loss.intermediate_ctc=0.3", "model={name: conformer_ctc}"],
+        ["loss.intermediate_ctc = 0.3: model.intermediate_layers names no layer"]),
+    "batches of seconds for text": (
+        "text/news", ["trainer.batch_seconds=60.0"], ["trainer.batch_seconds: is for speech_recognition, task is text_"]),
+    "decoding of text": ("text/news", ["decoding=beam"], ["decoding: is for speech_recognition, task is text_classification"]),
+    "beams for greedy": (
+        "speech/prompts", ["decoding.beam_size=4"], ["decoding: beam_size: is for name = 'beam', name is 'greedy'"]),
+    "a weight without a language model": (
+        "speech/prompts", ["decoding={name: beam, lm_weight: 2.0}"],
+        ["decoding: lm_weight = 2.0: is for a language model, lm is not given"]),
+    "recordings for text": ("text/news", ["data=prompts"], ["data.name = 'prompts': does not go with this"]),
     "unknown task": ("text/news", ["task=language_modelling"], ["task = 'language_modelling'", "did you mean language_modeling?"]),
 }  # fmt: skip
 
@@ -274,6 +301,23 @@ def test_a_config_of_images_says_nothing_of_generation() -> None:
     assert "generation" not in resolved_yaml(load_config("classify/digits"))
     beams = load_config("text/headlines", ["generation.num_beams=4"])
     assert "num_beams: 4" in resolved_yaml(beams)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("text/headlines", "generation={num_beams: 1}"),
+        ("speech/prompts", "decoding=greedy"),
+        ("speech/prompts", "decoding={name: beam, beam_size: 4}"),
+        ("speech/prompts", "decoding={name: beam, lexicon: train, word_score: -1.0}"),
+    ],
+)
+def test_only_what_is_given_of_how_a_model_writes_is_kept(name: str, options: str, tmp_path: Path) -> None:
+    """A default may be refused where the option it belongs to is not used."""
+    config = load_config(name, [options])
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    again = load_config(str(tmp_path / "config.yaml"))
+    assert again.model_dump(serialize_as_any=True) == config.model_dump(serialize_as_any=True)
 
 
 def test_unknown_config_names_the_nearest() -> None:

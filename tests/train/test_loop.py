@@ -106,7 +106,7 @@ def test_the_loss_falls_and_everything_is_written(tmp_path: Path) -> None:
     assert columns["test_error"][1][1] == task.evaluate(task.model, None)[0]["error"]  # type: ignore[arg-type]
     assert columns["train_error"][1][0] == pytest.approx(math.sqrt(task.losses[0]))
     checkpoint = saved(tmp_path)
-    assert (checkpoint.step, checkpoint.state["examples_seen"]) == (30, 240)
+    assert (checkpoint.step, checkpoint.state["drawn"]) == (30, 240)
     assert torch.equal(checkpoint.weights["model"]["weight"], task.model.weight)  # type: ignore[arg-type]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step_24", "step_30"]
     assert json.loads((tmp_path / "history.jsonl").read_text().splitlines()[1])["step"] == 10

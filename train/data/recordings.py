@@ -231,6 +231,15 @@ class Utterances(Dataset[Utterance]):
     def __len__(self) -> int:
         return len(self.clips)
 
+    def with_tokenizer(self, tokenizer: Tokenizer, max_damaged: int = 0) -> "Utterances":
+        """The same recordings in other tokens, but for those with a character that the tokenizer does not know.
+
+        Raises:
+            TooManyDamaged: there are more of these than `max_damaged`.
+        """
+        clips = within_alphabet(tokenizer, self.clips, Damage(max_damaged))
+        return Utterances(clips, tokenizer, self.sample_rate, self.channel, self.speed, self.volume)
+
     def tokens(self, index: int) -> Tensor:
         return self.table[index].long()
 

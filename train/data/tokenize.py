@@ -160,7 +160,8 @@ def unigram(texts: Sequence[str], vocab_size: int) -> Tokenizer:
         kept.sort(key=lambda token: (len(token) > 1, -counts[token], token))  # no letter is given up
         kept = kept[: max(round(share * vocab_size) - len(SPECIAL_TOKENS), 1)]
         total = sum(counts[token] + 1 for token in kept)
-        scores = [(token, math.log((counts[token] + 1) / total)) for token in kept]
+        # six digits, which a file gives back exactly
+        scores = [(token, round(math.log((counts[token] + 1) / total), 6)) for token in kept]
         tokenizer = Tokenizer(models.Unigram([*((token, NEVER) for token in SPECIAL_TOKENS), *scores], unk_id=UNK))
         tokenizer.pre_tokenizer = cut
         tokenizer.decoder = decoders.Metaspace(prepend_scheme="never")

@@ -65,4 +65,8 @@ def task_class(name: str) -> Any:
             from train.tasks.sequence_to_sequence import SequenceToSequence
 
             return SequenceToSequence
+        case "speech_recognition":
+            from train.tasks.speech_recognition import SpeechRecognition
+
+            return SpeechRecognition
     raise ValueError(f"task = {name!r}: there is none of this name")

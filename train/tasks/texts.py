@@ -11,7 +11,7 @@ from accelerate.utils import gather_object, send_to_device
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from train.config import TEXT_MODELS, Config, encoding_argument
+from train.config import OWN_MODELS, Config, encoding_argument
 from train.data.description import TOKENIZER, TextDescription, describe
 from train.data.stream import evaluation_batches
 from train.tasks import Records
@@ -65,7 +65,7 @@ def create_text_model(config: Config, about: TextDescription) -> nn.Module:
     longest = max(about.max_length, getattr(about, "max_target_length", 0))
     options = {"max_length": longest, **config.model.given()}
     try:
-        return TEXT_MODELS[config.model.name](*sizes, encoding=encoding_argument(config), **options)
+        return OWN_MODELS[config.model.name](*sizes, encoding=encoding_argument(config), **options)
     except ValueError as error:
         raise ValueError(f"model {config.model.name} with {options}: {error}") from error
 

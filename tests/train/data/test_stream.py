@@ -211,7 +211,9 @@ def test_batches_by_duration_are_dealt_out_to_processes_and_parts() -> None:
 
 
 def test_batches_by_duration_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch_seconds = 6.0: has no room for the longest recording, which lasts 7.00 s"):
+    with pytest.raises(
+        ValueError, match=r"batch_seconds = 6.0: has no room for the longest recording, which lasts 7.00 s"
+    ):
         timed(batch_seconds=6.0)
     with pytest.raises(ValueError, match=r"batch_seconds = 13.0: .* in each of 2 parts"):
         timed(batch_seconds=13.0, num_processes=2)

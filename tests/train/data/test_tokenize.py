@@ -1,6 +1,7 @@
 """Tokenizers: what comes back, which ids are special, and that the same texts give the same tokens."""
 
 import pytest
+from tokenizers import Tokenizer
 
 from tests.refusals import refuses
 from train.data.tokenize import SPECIAL_TOKENS, check_fits, encode_texts, pieces, train_tokenizer
@@ -25,6 +26,13 @@ def test_the_same_texts_give_the_same_tokens(kind: str) -> None:
     first, again, other = (train_tokenizer(texts, kind, SIZES[kind]) for texts in (TEXTS, TEXTS, TEXTS[1:2]))  # type: ignore[arg-type]
     assert first.to_str() == again.to_str()
     assert (first.to_str() == other.to_str()) == (kind == "bytes")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("repeated", [1, 3, 7, 11])
+def test_a_file_gives_a_tokenizer_back_exactly(kind: str, repeated: int) -> None:
+    tokenizer = train_tokenizer([*TEXTS, *TEXTS[:1] * repeated], kind, SIZES[kind])  # type: ignore[arg-type]
+    assert Tokenizer.from_str(tokenizer.to_str()).to_str() == tokenizer.to_str()
 
 
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])
