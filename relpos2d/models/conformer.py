@@ -87,7 +87,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Float[Tensor, "batch frames channels"]) -> Float[Tensor, "batch frames channels"]:
-        return self.dropout(self.fc2(self.dropout(F.silu(self.fc1(self.norm(x))))))
+        return self.dropout(self.fc2(F.silu(self.fc1(self.norm(x)))))
 
 
 class FrameAttention(nn.Module):
@@ -207,13 +207,14 @@ class ConformerBlock(nn.Module):
         kernel_size: int = 15,
         conv_norm: ConvNorm = "layer",
         dropout: float = 0.0,
+        attention_dropout: float = 0.0,
         is_causal: bool = False,
     ) -> None:
         super().__init__()
         hidden = max(1, round(ff_ratio * embed_dim))
         self.ff1 = FeedForward(embed_dim, hidden, dropout)
         self.attention_norm = nn.LayerNorm(embed_dim)
-        self.attention = FrameAttention(embed_dim, num_heads, encoding, dropout)
+        self.attention = FrameAttention(embed_dim, num_heads, encoding, attention_dropout)
         self.dropout = nn.Dropout(dropout)
         self.conv = Convolution(embed_dim, kernel_size, conv_norm, dropout, is_causal=is_causal)
         self.ff2 = FeedForward(embed_dim, hidden, dropout)
@@ -268,7 +269,9 @@ class ConformerCTC(nn.Module):
         kernel_size: frames that the convolutions of blocks see; odd, unless they see the past alone.
         conv_norm: "layer", or "batch" over the real frames of a batch, as in the paper.
         subsampling_channels: of the convolutions in front of the blocks.
-        dropout: of frames, attention weights, hidden channels and what is added to the residual path.
+        dropout: of frames and of what is added to the residual path. Hidden channels have none: on a CPU, drawing it takes longer
+            than the layers themselves.
+        attention_dropout: of the attention weights.
         num_mels, window, hop, normalize: see `LogMel`; streaming cannot know the whole recording, so "fixed" is needed.
         chunk_size: frames of a chunk.
         left_context: frames seen before the frame or its chunk; None: all.
@@ -300,6 +303,7 @@ class ConformerCTC(nn.Module):
         conv_norm: ConvNorm = "layer",
         subsampling_channels: int = 64,
         dropout: float = 0.1,
+        attention_dropout: float = 0.0,
         num_mels: int = 80,
         window: float = 0.025,
         hop: float = 0.01,
@@ -338,8 +342,9 @@ class ConformerCTC(nn.Module):
             raise ValueError(f"ConformerCTC: embed_dim={embed_dim} must be a multiple of num_heads={num_heads}")
         if not 0 < ff_ratio < float("inf"):
             raise ValueError(f"ConformerCTC: ff_ratio={ff_ratio} must be positive")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"ConformerCTC: dropout={dropout} must be at least 0 and below 1")
+        for name, share in (("dropout", dropout), ("attention_dropout", attention_dropout)):
+            if not 0.0 <= share < 1.0:
+                raise ValueError(f"ConformerCTC: {name}={share} must be at least 0 and below 1")
         check_choice("ConformerCTC", "conv_norm", conv_norm, ConvNorm)
         if chunk_size is None and kernel_size % 2 == 0:
             raise ValueError(f"ConformerCTC: kernel_size={kernel_size} must be odd, to see as much past as future")
@@ -385,6 +390,7 @@ class ConformerCTC(nn.Module):
                 kernel_size=kernel_size,
                 conv_norm=conv_norm,
                 dropout=dropout,
+                attention_dropout=attention_dropout,
                 is_causal=chunk_size is not None,
             )
             for _ in range(depth)
