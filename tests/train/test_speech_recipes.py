@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.train.tones import WORDS, spoken
+from relpos2d.encodings import encoding_class
+from tests.train.tones import WORDS, spoken, tone_clips, write_manifest
 from train.__main__ import main
-from train.config import load_config
+from train.config import list_configs, load_config
 from train.recipe import create_schedule
 from train.tasks import create_task
 
@@ -23,6 +24,55 @@ SMALLER = [
     "data.vocab_size=40",
 ]
 SHORTER = ["trainer.batch_seconds=40.0", "trainer.num_workers=0", "trainer.device=cpu", "trainer.mixed_precision='no'"]
+
+
+ON_A_LINE = [name for name in list_configs("encoding") if 1 in (encoding_class(name).axes or (1,))]
+TINY = [
+    "model.embed_dim=24",
+    "model.depth=2",
+    "model.num_heads=2",
+    "model.subsampling_channels=4",
+    "model.kernel_size=5",
+]
+
+
+def check_gradients(config: str, folder: Path, *options: str) -> None:
+    """Every parameter of the model that a config describes learns from a batch of recordings."""
+    given = ["model.intermediate_layers=[1]", *TINY, "trainer.device=cpu", *options]
+    task: Any = create_task(
+        load_config(config, [f"data={{name: speech_jsonl, path: {folder}, sample_rate: 8000}}", *given])
+    )
+    task.model.train()
+    data = task.train_data
+    loss, _ = task.loss(task.model, data.collate([data[index] for index in range(3)]))
+    assert loss.isfinite()
+    loss.backward()
+    assert not [name for name, parameter in task.model.named_parameters() if parameter.grad is None]
+
+
+@pytest.fixture(scope="module")
+def manifests(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tones")
+    for split in ("train", "val"):
+        write_manifest(folder / f"{split}.jsonl", tone_clips(4, seed=2), language="en")
+    return folder
+
+
+@pytest.mark.parametrize("name", [name for name in list_configs() if name.startswith("speech/")])
+def test_m10_every_config_of_speech_builds_small_and_every_parameter_gets_a_gradient(
+    name: str, manifests: Path
+) -> None:
+    check_gradients(name, manifests)
+
+
+@pytest.mark.parametrize("encoding", [*ON_A_LINE, "[learned, rope]", "[t5, rope]"])
+def test_every_encoding_trains_in_full_view_and_in_chunks(encoding: str, manifests: Path) -> None:
+    chunks = [
+        "model={name: conformer_ctc, chunk_size: 4, left_context: 8, normalize: fixed, num_mels: 40}",
+        "model.dropout=0.0",
+    ]
+    for options in ([], chunks):
+        check_gradients("speech/prompts_tiny", manifests, f"encoding={encoding}", *options)
 
 
 @pytest.fixture
