@@ -119,7 +119,7 @@ def test_wrong_input_is_one_line_and_leaves_no_folder(
     assert not Path("runs").exists()
 
 
-LARGE = ("classify/imagenet_", "classify/finetune_", "text/")
+LARGE = ("classify/imagenet_", "classify/finetune_", "text/", "speech/")
 SMALL_ENOUGH = [name for name in list_configs() if not name.startswith(LARGE)]
 
 
