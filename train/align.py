@@ -287,7 +287,7 @@ def draw_spectrogram(
                 "fontsize": 8.5,
                 "color": INK if colour is ACCENT else WRONG,
             }
-            panel.text(middle, 1.07 + 0.13 * line, word.word, transform=above, parse_math=False, **place)
+            panel.text(middle, 1.07 + 0.13 * line, printable(word.word), transform=above, parse_math=False, **place)
 
 
 def draw_probabilities(
@@ -309,7 +309,7 @@ def draw_probabilities(
         panel.plot(times[shown], probabilities[shown, token], color=COLOURS[token % len(COLOURS)], linewidth=1.2)
     for span in spans:
         peak = span.start + int(probabilities[span.start : span.end, span.token].argmax())
-        name = tokenizer.decode([span.token]).strip()
+        name = printable(tokenizer.decode([span.token]).strip())
         place: dict[str, Any] = {
             "ha": "center",
             "va": "bottom",
@@ -319,3 +319,8 @@ def draw_probabilities(
         panel.text(float(times[peak]), 1.04, name, parse_math=False, **place)
     panel.set(xlim=(start, end), ylim=(0, 1.02), yticks=[0, 1], ylabel="probability\n(grey: none)")
     panel.spines[["top", "right"]].set_visible(False)
+
+
+def printable(text: str) -> str:
+    """The text with a sign for each control character, which no font has: tokens of bytes spell them."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

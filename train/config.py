@@ -227,8 +227,8 @@ class Trainer(Node):
     """How long, in which batches and where to train, and how often to log, evaluate and save (in steps).
 
     `batch_size` counts the whole batch of a step: all processes, all of the `accumulate` parts whose gradients are summed. With
-    `batch_seconds` a batch holds recordings of about equal length that last so long together, with their padding, and `batch_size`
-    of them at most.
+    `batch_seconds` a batch holds recordings of about equal length that last so long together, with their padding (as they were
+    recorded: at a lower speed they last longer), and `batch_size` of them at most.
     `trainable: positions` trains the encodings alone; `frozen_stages` keeps the stem and so many stages (Swin) or blocks (ViT) as
     they are, all of a ViT's with its last norm. `ema_decay` keeps an average of the weights (timm's, with its warm-up), which is
     then what is evaluated. A step whose loss or gradient is not finite is left out and counted; after more than

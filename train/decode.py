@@ -73,26 +73,29 @@ class Decoder:
             log_probs: (B, N, V).
             num_frames: (B,), how many frames of each row are real.
         """
-        if self.search is None:
-            texts = self.tokenizer.decode_batch(greedy(log_probs, num_frames))
-        else:
-            frames = log_probs.detach().float().cpu()
-            texts = [self.find(row[:count]) for row, count in zip(frames, num_frames.tolist(), strict=True)]
+        texts = self.tokenizer.decode_batch(self.tokens(log_probs, num_frames))
         return [" ".join(text.split()) for text in texts]
 
-    def find(self, log_probs: Tensor) -> str:
-        """The likeliest text of one recording (N, V) that the search has come across."""
+    def tokens(self, log_probs: Tensor, num_frames: Tensor) -> list[list[int]]:
+        """The tokens of each row's text, for which it has frames enough; those of the text, encoded, may be others and more."""
+        if self.search is None:
+            return greedy(log_probs, num_frames)
+        frames = log_probs.detach().float().cpu()
+        return [self.find(row[:count]) for row, count in zip(frames, num_frames.tolist(), strict=True)]
+
+    def find(self, log_probs: Tensor) -> list[int]:
+        """The likeliest tokens of one recording (N, V) that the search has come across."""
         if self.has_lexicon:  # the last word ends in a blank, as the others do
             last = log_probs.new_full((1, log_probs.shape[1]), NEVER)
             last[0, self.separator] = CERTAIN
             log_probs = torch.cat([log_probs, last])
         found = self.search(log_probs.contiguous()[None])[0]
         if not found:  # in frames that are no numbers
-            return ""
+            return []
         if self.has_lexicon:
-            return " ".join(found[0].words)
+            return self.spell(" ".join(found[0].words))
         vocab_size = self.tokenizer.get_vocab_size()
-        return self.tokenizer.decode([token for token in found[0].tokens.tolist() if token < vocab_size])
+        return [token for token in found[0].tokens.tolist() if token < vocab_size]
 
     def create_search(self, lexicon: Sequence[str] | None, lm: str | None, **options: Any) -> Any:
         try:

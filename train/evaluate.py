@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from train.checkpoint import replace_text
 from train.config import TASKS, Config, Encoding, load_config
-from train.data.description import Description, check_same_tokenizer
+from train.data.description import Description, SpeechDescription, check_same_tokenizer
 from train.data.images import Example, Images
+from train.data.recordings import UNUSABLE
 from train.data.texts import LabelledTexts, PairRows, PairTexts, Rows
 from train.loop import create_accelerator
 from train.resize import by, set_image_size
@@ -127,7 +128,8 @@ def adapt_recordings(task: Any, restored: Restored) -> dict[str, Any]:
     """Lets a task write texts in the tokens of the model.
 
     Raises:
-        ValueError: recordings at another sample rate, or a character that the model cannot write.
+        ValueError: recordings at another sample rate, characters that the model cannot write, or a lexicon of texts that are not
+            those of training.
     """
     about, tokenizer = restored.description, restored.tokenizer
     if task.about.sample_rate != about.sample_rate:
@@ -135,9 +137,23 @@ def adapt_recordings(task: Any, restored: Restored) -> dict[str, Any]:
             f"data.sample_rate = {task.about.sample_rate}: the model hears {about.sample_rate} Hz; recordings of any rate are "
             f"resampled to data.sample_rate={about.sample_rate}"
         )
-    task.data = replace(task.data, test=task.data.test.with_tokenizer(tokenizer, task.max_damaged), tokenizer=tokenizer)
+    if task.decoding.get("lexicon") == "train" and not has_texts_of_training(restored, task.about):
+        raise ValueError(
+            "decoding.lexicon = 'train': these data have other training texts than the model; name a file of words"
+        )
+    test, left_out = task.data.test.with_tokenizer(tokenizer, task.max_damaged), task.data.left_out
+    if num_unusable := len(task.data.test) - len(test):
+        left_out[UNUSABLE] = left_out.get(UNUSABLE, 0) + num_unusable
+    task.data = replace(task.data, test=test, tokenizer=tokenizer)
     task.about = about
     return {"sample_rate": about.sample_rate}
+
+
+def has_texts_of_training(restored: Restored, about: SpeechDescription) -> bool:
+    """Whether recordings that are `about` so have the training texts of the model, as far as can be told."""
+    before, now = load_config(str(restored.folder / CONFIG)).data, restored.config.data
+    kinds = [(data.name, getattr(data, "train", None), getattr(data, "languages", None)) for data in (before, now)]
+    return kinds[0] == kinds[1] and about.tokenizer == restored.description.tokenizer
 
 
 def texts_as_trained(data: Any, restored: Restored) -> Any:

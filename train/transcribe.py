@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os.path
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from relpos2d.models import ConformerCTC
-from relpos2d.models.ctc import BLANK, IMPOSSIBLE, greedy
+from relpos2d.models.ctc import BLANK, IMPOSSIBLE
 from train.align import (
     LONGEST_PICTURE,
     Span,
@@ -135,6 +136,8 @@ def transcribe(given: argparse.Namespace) -> int:
         raise ValueError(
             f"{restored.folder} is a run of {restored.config.task}, which hears nothing; use python -m train.predict"
         )
+    if given.output and given.output.exists() and not given.output.is_dir():
+        raise ValueError(f"--output = {str(given.output)!r}: is a file; wanted: a folder, or a name that is free")
     listener = create_listener(given, restored)
     paths, num_failed = find_recordings(given.files)
     tokens = None
@@ -189,7 +192,7 @@ def find_recordings(given: Sequence[str]) -> tuple[list[Path], int]:
     num_failed = 0
     for path in map(Path, given):
         try:
-            paths += find_sounds(path)[0] if path.is_dir() else [path]
+            paths += find_sounds(path)[0] if os.path.isdir(path) else [path]
         except ValueError as error:
             print(error, file=sys.stderr)
             num_failed += 1
@@ -211,7 +214,8 @@ def tokens_of(text: str, restored: Restored, language: str | None) -> list[int]:
     """A text as the model was taught to write it.
 
     Raises:
-        ValueError: it has a number of which nobody can tell how it is said, or a character that no training text has.
+        ValueError: nothing of it is said, it has a number of which nobody can tell how it is said, or a character that no training
+            text has.
     """
     data: Any = restored.config.data
     tokenizer = restored.tokenizer
@@ -220,6 +224,8 @@ def tokens_of(text: str, restored: Restored, language: str | None) -> list[int]:
     if language is None and len(languages) == 1:
         language = languages[0]
     spoken = data.spoken(text, language)
+    if not spoken:
+        raise ValueError(f"--text = {text[:40]!r}: holds nothing that is said")
     for character in spoken:
         if UNK in tokenizer.encode(character, add_special_tokens=False).ids:
             where = f"{character!r} (U+{ord(character):04X})"
@@ -263,15 +269,13 @@ def hear(listener: Listener, path: Path, tokens: Sequence[int] | None = None) ->
 def recognise(listener: Listener, log_probs: Tensor) -> list[Span]:
     """The tokens of the text that the decoder finds, with their frames; a long recording in stretches."""
     spans: list[Span] = []
+    decoder = listener.decoder
     for start, end in cut_at_silence(log_probs, round(STRETCH / listener.model.seconds_per_frame)):
         stretch = log_probs[start:end]
         num_frames = torch.tensor([len(stretch)])
-        if listener.decoder.search is None:
-            (tokens,) = greedy(stretch[None], num_frames)
-        else:
-            (text,) = listener.decoder(stretch[None], num_frames)
-            # behind a cut there is a blank in front, as between any two words
-            tokens = listener.tokenizer.encode(f" {text}" if text and spans else text, add_special_tokens=False).ids
+        (tokens,) = decoder.tokens(stretch[None], num_frames)
+        if decoder.separator is not None and decoder.has_lexicon and tokens and spans:
+            tokens = [decoder.separator, *tokens]  # behind a cut, as between any two words
         spans += align(stretch, tokens, start)
     return spans
 

@@ -146,6 +146,17 @@ def test_tokens_that_hold_blanks(kind: Any, size: int) -> None:
         Decoder(tokenizer, name="beam", lexicon=["bad", "cab"])
 
 
+@pytest.mark.parametrize("options", [{}, {"name": "beam"}])
+def test_tokens_fit_into_the_frames_that_they_came_from(options: dict[str, Any]) -> None:
+    """Half of a character is decoded as another one, of three bytes, which would need more frames than there are."""
+    tokenizer = train_tokenizer(["bad cab"], "bpe", 270)
+    halves = [token for token in range(SPECIAL, 262) if tokenizer.decode([token]) == "\ufffd"][:2]
+    assert len(halves) == 2
+    path = torch.tensor([halves * 3])
+    log_probs = torch.nn.functional.one_hot(path, tokenizer.get_vocab_size()).float().mul(9).log_softmax(dim=2)
+    assert Decoder(tokenizer, **options).tokens(log_probs, torch.tensor([6])) == path.tolist()
+
+
 def write_arpa(path: Path, unigrams: dict[str, float]) -> str:
     """A language model without memory, from log probabilities to base 10."""
     lines = [f"{value}\t{word}\t0" for word, value in {"<unk>": -9, "<s>": -9, "</s>": -1, **unigrams}.items()]

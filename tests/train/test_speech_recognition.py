@@ -17,11 +17,12 @@ from torch import Tensor
 from relpos2d.models.ctc import ctc_losses, greedy
 from tests.refusals import refuses
 from tests.train.test_resume import assert_same
-from tests.train.tones import SAMPLE_RATE, Clip, speech_run, spoken, tone_clips
-from train import evaluate
+from tests.train.tones import SAMPLE_RATE, Clip, speech_run, spoken, tone_clips, write_manifest, write_wav
+from train import evaluate, transcribe
 from train.__main__ import main
 from train.checkpoint import load_checkpoint
 from train.config import load_config
+from train.data.recordings import UNUSABLE
 from train.error_rates import char_errors, word_errors
 from train.restore import restore
 from train.tasks import speech_recognition
@@ -294,6 +295,40 @@ def test_predictions_are_what_the_model_says(tone_run: Path) -> None:
     assert float(loss) == pytest.approx(record["loss"], rel=1e-4)
 
 
+def test_tokens_of_bytes_from_training_to_transcript(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An untrained one says halves of characters, which are drawn and written with the frames that they have."""
+    options = ["data.tokenizer=bpe", "data.vocab_size=300", "optimizer.lr=1e-4", SHORT, "schedule.warmup_steps=1"]
+    clips = tone_clips(4)
+    assert main([*speech_run(tmp_path, clips), *options, f"output={tmp_path / 'run'}"]) == 0
+    assert any("\ufffd" in record["prediction"] for record in read_lines(tmp_path / "run" / "predictions.jsonl"))
+    path = write_wav(tmp_path / "a.wav", clips[0])
+    for size in ("1", "3"):
+        capsys.readouterr()
+        assert transcribe.main([str(tmp_path / "run"), str(path), "--beam", size, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["text"]
+
+
+def test_no_error_rate_of_nothing(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(task, "batches", lambda *_: iter(()))
+    with refuses("there is no test recording that can be read; 5 are damaged"):
+        task.evaluate(task.model, Accelerator(cpu=True))
+
+
+def test_other_recordings_are_evaluated_with_the_letters_of_the_model(
+    tone_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known, strange = tone_clips(2, seed=3)[0], spoken("zzz")
+    write_manifest(tmp_path / "val.jsonl", [known, strange])
+    other = f"data={{name: speech_jsonl, path: {tmp_path}, train: val.jsonl, sample_rate: 8000, max_damaged: 1}}"
+    with pytest.warns(UserWarning, match=r"val_1\.wav: its text has the character 'z'"):
+        assert evaluate.main([str(tone_run), other, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["num_examples"], found["left_out"]) == (1, {UNUSABLE: 1})
+    write_manifest(tmp_path / "val.jsonl", [known])
+    assert evaluate.main([str(tone_run), other, "decoding={name: beam, lexicon: train}"]) == 1
+    assert "decoding.lexicon = 'train': these data have other training texts" in capsys.readouterr().err
+
+
 def test_lost_after_two_steps_it_ends_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = [
         "model.dropout=0.1",
@@ -306,13 +341,16 @@ def test_lost_after_two_steps_it_ends_the_same(tmp_path: Path, capsys: pytest.Ca
         "schedule.warmup_steps=1",
     ]
     arguments = [*speech_run(tmp_path, tone_clips(9)), *options, f"output={tmp_path / 'run'}"]
-    outcomes = []
-    for _ in range(2):
-        assert main(arguments) == 0
+    outcomes: list[Any] = []
+    for num_workers in (0, 2):
+        assert main([*arguments, f"trainer.num_workers={num_workers}"]) == 0
         last = load_checkpoint(tmp_path / "run" / "checkpoints" / "step_4")
         lines = read_lines(tmp_path / "run" / "history.jsonl")
         history = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
-        outcomes.append({"weights": last.weights, "optimizer": last.optimizer, "history": history})
+        records = read_lines(tmp_path / "run" / "predictions.jsonl")
+        outcomes.append(
+            {"weights": last.weights, "optimizer": last.optimizer, "history": history, "predictions": records}
+        )
         shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_4")
         (tmp_path / "run" / "metrics.json").unlink()
     assert "continues after step 2 of 4" in capsys.readouterr().out

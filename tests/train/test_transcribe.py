@@ -255,6 +255,7 @@ def test_a_given_text_is_written_as_in_training(
         ("fig " * 40, [], f"{path}: align: 57 frames are too few for the text, its 159 tokens need 159"),
         ("f\u00efg", [], "error: --text has the character '\u00ef' (U+00EF), which no training text has"),
         ("fig", [tmp_path], "error: --text is said in one recording; there are 2"),
+        ("?!", [], "error: --text = '?!': holds nothing that is said"),
     ):
         assert main([str(tone_run), str(path), *map(str, more), "--text", text]) == 1
         assert message in capsys.readouterr().err
@@ -269,6 +270,10 @@ def test_what_is_written(tone_run: Path, tmp_path: Path, capsys: pytest.CaptureF
     lines = said(capsys, tone_run, *paths, "--output", output, "--pictures")
     assert sorted(path.name for path in output.iterdir()) == ["same.json", "same.png", "same_2.json", "same_2.png"]
     assert [json.loads((output / name).read_text()) for name in ("same.json", "same_2.json")] == lines
+    said(capsys, tone_run, paths[0], "--output", paths[1], code=1)
+    assert main([str(tone_run), str(paths[0]), "--output", str(paths[1])]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.split(": is")[1]) == ("", " a file; wanted: a folder, or a name that is free\n")
 
 
 def test_decoding(

@@ -15,6 +15,7 @@ from train.data.fetch import fetch_prompts, prompt_lines, unpacked_prompts
 from train.data.images import without_repeats
 from train.data.recordings import (
     Clip,
+    DamagedRecording,
     HeldSamples,
     Recordings,
     SpeechData,
@@ -54,14 +55,15 @@ class Prompts(SpeechData):
         train: list[Clip] = []
         test: list[Clip] = []
         left_out: Counter[str] = Counter()
+        damage = Damage(self.max_damaged)
         for language in self.languages:
-            clips, reasons = read_prompts(language, self.path)
+            clips, reasons = read_prompts(language, self.path, damage)
             left_out += reasons
             for clip in clips:
                 (test if is_test_text(spoken_form(clip.text, spell_numbers=True, language=language)) else train).append(
                     clip
                 )
-        return self.recordings(train, test, Damage(self.max_damaged), **left_out)
+        return self.recordings(train, test, damage, **left_out)
 
 
 def is_test_text(text: str) -> bool:
@@ -69,13 +71,20 @@ def is_test_text(text: str) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4]) < TEST_FRACTION * 2**32
 
 
-def read_prompts(language: str, path: str | None = None) -> tuple[list[Clip], Counter[str]]:
+def read_prompts(
+    language: str, path: str | None = None, damage: Damage | None = None
+) -> tuple[list[Clip], Counter[str]]:
     """The prompts of a language, and how many others there are, by the reason why they are none.
 
+    Args:
+        damage: takes recordings that cannot be read; None: there may be none.
+
     Raises:
+        TooManyDamaged: there are more than it allows.
         FetchError: they cannot be fetched.
         ValueError: they are not in the folder `path`.
     """
+    damage = damage or Damage(0)
     files = unpacked_prompts(Path(path), language) if path else unpack(fetch_prompts(language))
     lines = prompt_lines(files[f"core-sounds-{language}.txt"].decode("utf-8", errors="replace"))
     times = Counter(key for key, _ in lines)
@@ -90,7 +99,11 @@ def read_prompts(language: str, path: str | None = None) -> tuple[list[Clip], Co
             left_out[reason] += 1
             continue
         name = f"{language}/{key}.wav"
-        samples, rate = read_part(name, io.BytesIO(files[f"{key}.wav"]), 0, None)
+        try:
+            samples, rate = read_part(name, io.BytesIO(files[f"{key}.wav"]), 0, None)
+        except DamagedRecording as error:
+            damage.add(error)
+            continue
         held = (samples[:, 0] * 2**15).round().astype("int16")
         clips.append(Clip(name, without_signs(text), HeldSamples(held, rate), language=language))
     return clips, left_out

@@ -1,6 +1,7 @@
 """What every speech data set is made of: recordings of any rate and number of channels, and what is said in them."""
 
 import importlib
+import os.path
 import re
 import unicodedata
 from abc import abstractmethod
@@ -10,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, Protocol
 
 import numpy as np
@@ -31,12 +31,14 @@ Speed = Annotated[float, Field(ge=0.5, le=2)]
 Utterance = tuple[Tensor, Tensor]  # samples (t,) float32 at the data's rate; tokens (L,) int64
 
 MANY_CHARACTERS, FEW_PIECES = 8192, 512  # vocab_size where it is left open
+UNUSABLE = "damaged, or with a text that cannot be used"  # the reason why a recording is left out
 SLACK = 0.05  # seconds that a time in a manifest may lie behind the end of its file: such times are rounded
 LOUDEST = 2.0  # what a float file may hold; beyond it the numbers were meant in another unit
 LARGEST_FILTER, FINEST = (
     300_000,
     500,
 )  # of a resampling: rates such as 11127 Hz would take gigabytes, and are met to 1e-5
+HIGHEST_RATE = 1_000_000  # hertz, more than any microphone is for
 PLACEHOLDER = 0x7FFFF000  # sizes from here on are what programs write that do not know the size yet
 
 TYPOGRAPHIC = str.maketrans(
@@ -159,12 +161,14 @@ class SpeechData(Data):
         counts = Counter(left_out)
         train = self.usable(train, self.max_duration, "train", damage, counts)
         test = self.usable(test, self.max_test_duration, "test", damage, counts)
-        self.refuse_empty("training", train)
+        self.refuse_empty("training", train, counts)
         size = self.vocab_size or (MANY_CHARACTERS if self.tokenizer == "characters" else FEW_PIECES)
         tokenizer = train_tokenizer([clip.text for clip in train], self.tokenizer, size)
         refuse_small(tokenizer, train, size)
         test = within_alphabet(tokenizer, test, damage)
-        self.refuse_empty("test", test)
+        self.refuse_empty("test", test, counts)
+        if damage.errors:
+            counts[UNUSABLE] = len(damage.errors)
         return Recordings(
             Utterances(train, tokenizer, self.sample_rate, self.channel, self.speed, self.volume),
             Utterances(test, tokenizer, self.sample_rate, self.channel),
@@ -197,9 +201,13 @@ class SpeechData(Data):
             found.append(replace(clip, text=text, duration=duration))
         return found
 
-    def refuse_empty(self, split: str, clips: Sequence[Clip]) -> None:
+    def refuse_empty(self, split: str, clips: Sequence[Clip], left_out: Counter[str]) -> None:
         if not clips:
-            raise ValueError(f"data.name = {self.name!r}: there is no {split} recording")
+            reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+            raise ValueError(
+                f"data.name = {self.name!r}: there is no {split} recording"
+                + (f"; left out: {reasons}" if reasons else "")
+            )
 
 
 class Utterances(Dataset[Utterance]):
@@ -314,9 +322,9 @@ def opened(name: str, file: str | BinaryIO) -> Any:
     """A file as `soundfile.SoundFile`.
 
     Raises:
-        DamagedRecording: it cannot be read, or is shorter than its header says.
+        DamagedRecording: it cannot be read, is shorter than its header says, or has a rate that no recording has.
     """
-    if isinstance(file, str) and not Path(file).is_file():
+    if isinstance(file, str) and not os.path.isfile(file):  # which is no error for a name that no file can have
         raise DamagedRecording(name, "no such file")
     soundfile = import_package("soundfile")
     try:
@@ -324,6 +332,9 @@ def opened(name: str, file: str | BinaryIO) -> Any:
     except (soundfile.SoundFileError, OSError, TypeError, ValueError) as error:
         reason = str(getattr(error, "error_string", error)).strip().rstrip(".")
         raise DamagedRecording(name, f"no readable recording ({reason})") from error
+    if sound.samplerate > HIGHEST_RATE:
+        sound.close()
+        raise DamagedRecording(name, f"its header says {sound.samplerate} Hz, at most {HIGHEST_RATE} are allowed")
     if reason := how_cut_off(sound.extra_info):
         sound.close()
         raise DamagedRecording(name, f"is cut off: {reason}")

@@ -1,6 +1,6 @@
 """Your own recordings by a manifest: a line of json for each, in one file or many, plain or packed by gzip."""
 
-import math
+import os.path
 import reprlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +13,7 @@ from train.data.text_jsonl import find_files, read_lines, refuse_half_characters
 from train.data.texts import Damage, DamagedText
 
 AUDIO_KEYS, START_KEYS, LANGUAGE_KEYS = ("path", "audio_filepath"), ("start", "offset"), ("language", "lang")
+LONGEST_TIME = 10_000_000  # seconds, some four months: beyond it a time was meant in another unit
 
 
 class SpeechJsonl(SpeechData):
@@ -55,9 +56,9 @@ class SpeechJsonl(SpeechData):
         duration = seconds(name, row, ("duration",))
         language = written(name, row, LANGUAGE_KEYS) if any(row.get(key) is not None for key in LANGUAGE_KEYS) else None
         file = manifest.parent / audio
-        if self.path and not file.is_file():
-            file = next((other for other in [Path(self.path) / audio] if other.is_file()), file)
-        if not file.is_file():
+        if self.path and not os.path.isfile(file):  # which is no error for a name that no file can have
+            file = next((other for other in [Path(self.path) / audio] if os.path.isfile(other)), file)
+        if not os.path.isfile(file):
             raise DamagedRecording(name, f"there is no file {file}")
         shown = f"{file} from {start:g} s" if start else str(file)
         return Clip(shown, text, SoundFile(str(file)), start or 0.0, duration, language)
@@ -91,8 +92,9 @@ def seconds(name: str, row: dict[str, Any], keys: tuple[str, ...], least: float 
     if key is None:
         return None
     value = row[key]
-    is_time = type(value) in (int, float) and 0 <= value < math.inf and (value > 0 or least == 0)
+    is_time = type(value) in (int, float) and 0 <= value < LONGEST_TIME and (value > 0 or least == 0)
     if not is_time:
         allowed = "0 or more" if least == 0 else "more than 0"
-        raise DamagedText(name, f"{key} must be {allowed} seconds, is {reprlib.repr(value)}")
+        shown = f"{reprlib.repr(value)} (less than {LONGEST_TIME:,} are allowed)"
+        raise DamagedText(name, f"{key} must be {allowed} seconds, is {shown}")
     return float(value)

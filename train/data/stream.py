@@ -115,7 +115,7 @@ class TimedDraws(Sampler[list[Draw]]):
     come twice.
 
     Args:
-        durations: of the recordings, in seconds.
+        durations: of the recordings, in seconds. Where their speed is drawn, a batch may last longer by that much.
         batch_seconds: of a step, all processes and parts together.
         batch_size: recordings in a batch at most, however short.
         num_steps: how many steps there are to come.

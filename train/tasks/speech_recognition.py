@@ -90,6 +90,8 @@ class SpeechRecognition(TextTask):
                 records.append(self.record(index, prediction) | dict(zip(numbers, row, strict=True)))
         model.train(was_training)
         records = gathered(records)
+        if not records:
+            raise ValueError(f"there is no test recording that can be read; {len(test)} are damaged")
         fitting = [record for record in records if record["num_frames"] >= record["num_needed"]]
         num_tokens = sum(record["num_tokens"] for record in fitting)
         metrics = {
@@ -132,7 +134,7 @@ class SpeechRecognition(TextTask):
             samples, _ = self.data.test[record["index"]]
             with torch.no_grad():
                 log_probs = heard(samples[None], torch.tensor([len(samples)])).log_probs[0]
-            tokens = tokenizer.encode(record["prediction"], add_special_tokens=False).ids
+            (tokens,) = self.create_decoder().tokens(log_probs[None], torch.tensor([len(log_probs)]))
             words = to_words(align(log_probs, tokens), tokenizer, heard.frame_time, record["seconds"])
             words = beside_pauses(words, loudness(samples, heard.log_mel.hop_samples), heard.log_mel.hop)
             title = f"{record['name']}: {record['text']}"

@@ -13,6 +13,8 @@ from tests.refusals import refuses
 from train.data import Prompts
 from train.data.prompts import is_test_text, lost_accents, read_prompts, without_signs
 from train.data.recordings import Recordings
+from train.data.stream import TooManyDamaged
+from train.data.texts import Damage
 from train.schema import validate
 
 ENGLISH = [
@@ -153,6 +155,16 @@ def test_packages_that_are_not_there(tmp_path: Path) -> None:
     assert "languages.1 = 'de': must be 'en', 'fr', 'es', 'it' or 'ru'" in problems[0]
     _, problems = validate(Prompts, {"name": "prompts", "languages": ["en", "en"]})
     assert "en is there again" in problems[0]
+
+
+def test_a_damaged_prompt_is_passed_over_where_that_is_allowed(tmp_path: Path) -> None:
+    write_packages(tmp_path, "en", [(f"p-{letter}", f"some text {letter}") for letter in "abcdefghijklmnopqrst"])
+    (tmp_path / "usr/share/asterisk/sounds/en_X/p-c.wav").write_bytes(b"no sound")
+    with pytest.raises(TooManyDamaged, match=r"en/p-c\.wav"):
+        load(path=str(tmp_path))
+    with pytest.warns(UserWarning, match=r"en/p-c\.wav: no readable recording"):
+        clips, _ = read_prompts("en", str(tmp_path), Damage(1))
+    assert len(clips) == 19
 
 
 @pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")

@@ -14,6 +14,7 @@ from torchaudio import functional
 
 from tests.refusals import refuses
 from train.data.recordings import (
+    UNUSABLE,
     Clip,
     DamagedRecording,
     HeldSamples,
@@ -212,6 +213,12 @@ def test_files_that_are_none(tmp_path: Path) -> None:
             read(tmp_path / name)
         with pytest.raises(DamagedRecording, match=f"{name}: {reason}"):
             SoundFile(str(tmp_path / name)).seconds()
+
+
+def test_a_rate_that_no_recording_has(tmp_path: Path) -> None:
+    soundfile.write(tmp_path / "a.wav", tone(), 2**31 - 1)
+    with pytest.raises(DamagedRecording, match=r"a\.wav: its header says 2147483647 Hz, at most 1000000 are allowed"):
+        read(tmp_path / "a.wav")
 
 
 def test_parts_outside_of_their_file(tmp_path: Path) -> None:
@@ -423,10 +430,17 @@ def test_texts_that_cannot_be_used(text: str, reason: str) -> None:
 
 
 def test_nothing_is_left() -> None:
-    with refuses("data.name = 'speech_jsonl': there is no training recording"):
+    with refuses("data.name = 'speech_jsonl': there is no training recording; left out: 1 longer than 2 s \\(train\\)"):
         gathered([held(3)], [held(1)], max_duration=2.0)
     with refuses("there is no test recording"):
         gathered([held(1)], [])
+
+
+def test_what_cannot_be_used_is_counted() -> None:
+    node = settings(max_damaged=2)
+    with pytest.warns(UserWarning, match="passed over"):
+        data = node.recordings([held(1), held(1, "b", "?")], [held(1), held(1, "c", "zoo")], Damage(2))
+    assert data.left_out == {UNUSABLE: 2}
 
 
 def test_a_vocabulary_without_room() -> None:

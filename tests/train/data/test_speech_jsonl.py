@@ -102,6 +102,11 @@ def test_files_are_sought_beside_the_manifest_and_then_in_the_folder(folder: Pat
         ({"path": "audio/1.wav", "text": "a", "language": 1}, r"train.jsonl:2: language must be text, is 1"),
         ({"path": "audio/9.wav", "text": "a"}, r"train.jsonl:2: there is no file .*audio/9.wav"),
         ({"path": "audio", "text": "a"}, r"train.jsonl:2: there is no file .*audio"),
+        ({"path": "x" * 5000, "text": "a"}, r"train.jsonl:2: there is no file .*xxx"),
+        (
+            {"path": "audio/1.wav", "text": "a", "start": 1e308, "duration": 1},
+            r"0 or more seconds, is 1e\+308 \(less than",
+        ),
         ({"path": "audio/1.wav", "text": "a", "start": 1.5}, r"audio/1.wav from 1.5 s: is at an end there"),
         *(
             (
@@ -115,6 +120,7 @@ def test_files_are_sought_beside_the_manifest_and_then_in_the_folder(folder: Pat
                 ("duration", float("inf"), "more than 0", "inf"),
                 ("duration", "1.5", "more than 0", "'1.5'"),
                 ("duration", True, "more than 0", "True"),
+                ("duration", 10**400, "more than 0", "10+"),
                 ("start", -0.5, "0 or more", "-0.5"),
                 ("start", float("-inf"), "0 or more", "-inf"),
                 ("offset", float("nan"), "0 or more", "nan"),
