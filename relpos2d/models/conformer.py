@@ -255,13 +255,14 @@ class ConformerCTC(nn.Module):
     Without a context every frame sees all frames. With `left_context` and `right_context` a frame sees a window around itself;
     bounded on both sides, memory grows with the length of the recording and not with its square. With `chunk_size` a frame sees
     to the end of its chunk and `left_context` frames before it, convolutions see the past alone, and `stream` hears a recording
-    while it is made.
+    while it is made. torch.compile takes the model; torch.export does not, since a full view looks at where padding is.
 
     Args:
         vocab_size: token ids run from 0, the blank, to vocab_size - 1.
         sample_rate: samples per second.
         encoding: a name, a mapping with a name, or a list of these; absolute members are added to the frames.
-        max_length: frames, of those left after subsampling, that encodings with a size are made for.
+        max_length: frames, of those left after subsampling, that encodings with a size are made for; beyond it a table is read as
+            on its edge.
         embed_dim: channels.
         depth: blocks.
         num_heads: attention heads.
@@ -278,9 +279,9 @@ class ConformerCTC(nn.Module):
         right_context: frames seen behind the frame; None: all.
         intermediate_layers: blocks, counted from 1, behind which training wants probabilities too (arXiv:2102.03216).
         self_conditioning: blocks behind these are told the probabilities (arXiv:2104.02724).
-        num_time_masks, time_mask: how many stretches of each recording training hides, and up to how many features long
-            (arXiv:1904.08779); anywhere in the batch's length, so that short ones lose less.
-        num_freq_masks, freq_mask: the same for bands.
+        num_time_masks, time_mask: how many stretches of each recording training hides, each shorter than so many features and
+            all together than half the recording (arXiv:1904.08779); anywhere in the batch's length, so that short ones lose less.
+        num_freq_masks, freq_mask: how many stretches of bands, each of fewer than so many.
         shared_encoding: one encoding for all blocks and not one each.
         checkpointing: less memory in training, for a second forward pass.
 
@@ -348,6 +349,9 @@ class ConformerCTC(nn.Module):
         check_choice("ConformerCTC", "conv_norm", conv_norm, ConvNorm)
         if chunk_size is None and kernel_size % 2 == 0:
             raise ValueError(f"ConformerCTC: kernel_size={kernel_size} must be odd, to see as much past as future")
+        for name, width, count in (("time_mask", time_mask, num_time_masks), ("freq_mask", freq_mask, num_freq_masks)):
+            if count and width < 2:
+                raise ValueError(f"ConformerCTC: {name}={width} must be at least 2, for what is hidden is shorter")
         if num_freq_masks and freq_mask > num_mels:
             raise ValueError(f"ConformerCTC: freq_mask={freq_mask} must be at most num_mels={num_mels}")
         try:
@@ -463,7 +467,7 @@ class ConformerCTC(nn.Module):
         check_samples("ConformerCTC", samples, num_samples)
         features, num_features = self.log_mel.features(samples, num_samples)
         if self.training:
-            features = self._masked(features)
+            features = self._masked(features, num_features)
         num_frames = -(-num_features // 4)
         x = self.subsampling(features, num_features)
         real = torch.arange(x.shape[1], device=x.device) < num_frames[:, None]
@@ -526,15 +530,17 @@ class ConformerCTC(nn.Module):
         """
         return Stream(self)
 
-    def _masked(self, features: Float[Tensor, "batch frames mels"]) -> Float[Tensor, "batch frames mels"]:
+    def _masked(
+        self, features: Float[Tensor, "batch frames mels"], num_features: Int[Tensor, " batch"]
+    ) -> Float[Tensor, "batch frames mels"]:
         """Features with stretches of time and bands set to 0, their mean."""
-        if not self.num_time_masks and not self.num_freq_masks:
-            return features
-        from torchaudio.functional import mask_along_axis_iid
-
-        for axis, count, width in ((1, self.num_time_masks, self.time_mask), (2, self.num_freq_masks, self.freq_mask)):
-            for _ in range(count):
-                features = mask_along_axis_iid(features, width, 0.0, axis)
+        # what a recording says must stay to be heard, however short it is
+        share = num_features // max(1, 2 * self.num_time_masks)
+        times, bands = share.clamp(max=self.time_mask), torch.full_like(share, self.freq_mask)
+        for _ in range(self.num_time_masks):
+            features = features.masked_fill(_stretches(features.shape[1], times)[..., None], 0.0)
+        for _ in range(self.num_freq_masks):
+            features = features.masked_fill(_stretches(features.shape[2], bands)[:, None], 0.0)
         return features
 
     def _check_encoding(self, spec: Any) -> None:
@@ -558,7 +564,17 @@ def log_probs_of(logits: Float[Tensor, "batch frames vocabulary"]) -> Float[Tens
     return F.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
+def _stretches(size: int, widths: Int[Tensor, " batch"]) -> Bool[Tensor, "batch places"]:
+    """For each width, a stretch of less than it, drawn anywhere among so many places."""
+    width = torch.rand(len(widths), device=widths.device) * widths
+    start = (torch.rand(len(widths), device=widths.device) * (size - width)).long()[:, None]
+    places = torch.arange(size, device=widths.device)
+    return (places >= start) & (places < start + width.long()[:, None])
+
+
 def _checked_layers(layers: tuple[int, ...], depth: int) -> tuple[int, ...]:
+    if not isinstance(layers, Sequence) or isinstance(layers, str):
+        raise ValueError(f"ConformerCTC: intermediate_layers={layers!r} must be blocks, such as (1,)")
     for layer in layers:
         check_size("ConformerCTC", "intermediate_layers", layer)
     if len(set(layers)) < len(layers) or any(layer >= depth for layer in layers):

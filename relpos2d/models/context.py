@@ -87,25 +87,26 @@ class Context:
             frames = torch.arange(length, device=device)
             return Sight(Grid(length), Grid(length), (self.seen(frames, frames) & real[:, None])[:, None])
         assert self.left is not None
-        step, right = self.chunk_size or 1, self.right or 0
+        # no more than there is: a view beyond the ends of the recording costs nothing
+        step, left, right = (min(n, length) for n in (self.chunk_size or 1, self.left, self.right or 0))
         # as many queries as they see neighbours: then each key is copied into about two blocks
-        size = step * max(1, -(-(self.left + right) // step))
+        size = step * max(1, -(-(left + right) // step))
         size = min(size, step * -(-length // step))
-        num_blocks, num_keys = -(-length // size), self.left + size + right
+        num_blocks, num_keys = -(-length // size), left + size + right
         starts = size * torch.arange(num_blocks, device=device)
-        queries, keys = (torch.arange(n, device=device) - o for n, o in ((size, 0), (num_keys, self.left)))
+        queries, keys = (torch.arange(n, device=device) - o for n, o in ((size, 0), (num_keys, left)))
         true_keys = starts[:, None] + keys
         exists = (true_keys >= 0) & (true_keys < num_frames[:, None, None])
         mask = exists.flatten(0, 1)[:, None, None]
         if size > step:
             mask = mask & self.seen(queries, keys)
         q_pos: Positions = Grid(size)
-        k_pos: Positions = Grid(num_keys, origin=-self.left)
+        k_pos: Positions = Grid(num_keys, origin=-left)
         if encoding.knows_query:
             q_pos, k_pos = (
                 Points((starts[:, None] + x).repeat(len(real), 1)[..., None].float()) for x in (queries, keys)
             )
-        return Sight(q_pos, k_pos, mask, size, self.left, right)
+        return Sight(q_pos, k_pos, mask, size, left, right)
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,8 +50,10 @@ def ctc_losses(
         num_tokens: (B,), how many tokens of each row are the text.
 
     Raises:
-        ValueError: more frames or tokens than there are, or a token that is the blank or outside the vocabulary.
+        ValueError: shapes or dtypes that do not fit one another, more frames or tokens than there are, or a token that is the
+            blank or outside the vocabulary.
     """
+    check_shapes(log_probs, num_frames, tokens, num_tokens)
     (_, length, vocab_size), device = log_probs.shape, log_probs.device
     tokens, num_tokens, num_frames = (t.to(device).long() for t in (tokens, num_tokens, num_frames))
     real = torch.arange(tokens.shape[1], device=device) < num_tokens[:, None]
@@ -59,11 +61,11 @@ def ctc_losses(
     check_counts("num_tokens", num_tokens, tokens.shape[1])
     check_counts("num_frames", num_frames, length)
 
-    frames = torch.arange(length, device=device) < num_frames[:, None]
+    fits = (num_frames >= frames_needed(tokens, num_tokens)) & (num_frames > 0)
+    heard = (torch.arange(length, device=device) < num_frames[:, None]) & fits[:, None]
     log_probs = log_probs if log_probs.dtype == torch.float64 else log_probs.float()
     # masked before the softmax, whose backward would pass on a NaN from behind the end
-    log_probs = log_probs.masked_fill(~frames[..., None], 0.0).log_softmax(dim=2).clamp(min=IMPOSSIBLE)
-    fits = (num_frames >= frames_needed(tokens, num_tokens)) & (num_frames > 0)
+    log_probs = log_probs.masked_fill(~heard[..., None], 0.0).log_softmax(dim=2).clamp(min=IMPOSSIBLE)
     if not fits.any():
         return log_probs.sum(dim=(1, 2)) * 0.0
     losses = F.ctc_loss(
@@ -75,6 +77,25 @@ def ctc_losses(
         reduction="none",
     )
     return losses.where(fits, 0.0)
+
+
+def check_shapes(log_probs: Tensor, num_frames: Tensor, tokens: Tensor, num_tokens: Tensor) -> None:
+    if log_probs.ndim != 3 or not log_probs.is_floating_point():
+        raise ValueError(
+            f"ctc_losses: log_probs are {log_probs.dtype} of shape {tuple(log_probs.shape)}, allowed are floating point numbers "
+            "of shape (B, N, V)"
+        )
+    size = len(log_probs)
+    rows = f"({size}, L), each text a row with padding behind it"
+    for name, given, fits, allowed in (
+        ("num_frames", num_frames, num_frames.shape == (size,), f"({size},)"),
+        ("tokens", tokens, tokens.ndim == 2 and len(tokens) == size, rows),
+        ("num_tokens", num_tokens, num_tokens.shape == (size,), f"({size},)"),
+    ):
+        if not fits or given.dtype == torch.bool or given.is_floating_point():
+            raise ValueError(
+                f"ctc_losses: {name} is {given.dtype} of shape {tuple(given.shape)}, allowed are whole numbers of shape {allowed}"
+            )
 
 
 def check_targets(tokens: Tensor, vocab_size: int) -> None:

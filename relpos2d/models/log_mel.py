@@ -96,7 +96,7 @@ class LogMel(nn.Module):
 
     def num_frames(self, num_samples: Int[Tensor, " batch"]) -> Int[Tensor, " batch"]:
         """Frames of clips of so many samples."""
-        return (-(-num_samples // self.hop_samples)).clamp(min=1)
+        return (-(-num_samples.long() // self.hop_samples)).clamp(min=1)
 
     def forward(
         self, samples: Float[Tensor, "batch samples"], num_samples: Int[Tensor, " batch"]

@@ -23,8 +23,6 @@ class Stream:
     def __init__(self, model: conformer.ConformerCTC) -> None:
         if model.context.chunk_size is None:
             raise ValueError("ConformerCTC: has no chunk_size, so a frame may see the future; a stream needs one")
-        if model.training:
-            raise ValueError("ConformerCTC: a stream hears in evaluation; call eval() first")
         self._model, self._chunk_size, self._left = model, model.context.chunk_size, model.context.left
         self._pasts = [Past(self._left) for _ in model.blocks]
         self._is_finished = False
@@ -35,18 +33,20 @@ class Stream:
         #: what each of the two convolutions of the subsampling has not used up, and the frame in front of it
         self._features: list[Tensor | None] = [None, None]
         self._frames: Tensor | None = None
+        self._check_open()
 
     @torch.no_grad()
     def push(self, samples: Float[Tensor, "batch samples"]) -> Float[Tensor, "batch frames vocabulary"]:
         """Logarithms of probabilities (B, n, vocabulary) of the frames of chunks that these samples (B, t) complete.
 
         Raises:
-            ValueError: the stream is finished, the samples have another number of rows than those before, or are refused by the
-                model.
+            ValueError: the stream is finished, the model is in training mode, the samples have another number of rows than those
+                before, or are refused by the model.
         """
-        if self._is_finished:
-            raise ValueError("Stream: is finished; model.stream() begins another one")
-        check_samples("Stream", samples, samples.new_full(samples.shape[:1], samples.shape[-1], dtype=torch.long))
+        self._check_open()
+        check_samples(
+            "Stream", samples, samples.new_full(samples.shape[:1], samples.shape[-1:].numel(), dtype=torch.long)
+        )
         log_mel = self._model.log_mel
         if self._samples is None:
             self._samples = F.pad(samples, (log_mel.num_zeros, 0))
@@ -62,10 +62,9 @@ class Stream:
         """Logarithms of probabilities (B, n, vocabulary) of all frames that did not come out before.
 
         Raises:
-            ValueError: the stream is finished already, or heard nothing.
+            ValueError: the stream is finished already, or heard nothing, or the model is in training mode.
         """
-        if self._is_finished:
-            raise ValueError("Stream: is finished; model.stream() begins another one")
+        self._check_open()
         if self._samples is None:
             raise ValueError("Stream: heard nothing; push samples first")
         self._is_finished = True
@@ -75,6 +74,12 @@ class Stream:
         missing = (hop - left_over if left_over else 0) + (n_fft - hop) // 2
         self._samples = F.pad(self._samples, (0, missing))
         return self._advance()
+
+    def _check_open(self) -> None:
+        if self._is_finished:
+            raise ValueError("Stream: is finished; model.stream() begins another one")
+        if self._model.training:
+            raise ValueError("ConformerCTC: a stream hears in evaluation; call eval() first")
 
     def _advance(self) -> Tensor:
         model = self._model

@@ -366,6 +366,20 @@ def test_training_hides_stretches_of_time_and_bands() -> None:
         assert len(hidden.unique(dim=0)) > most, "and anywhere, in each recording"
 
 
+def test_training_hides_less_than_half_of_a_recording() -> None:
+    """Also of one that is shorter than a stretch may be, alone or beside a long one."""
+    model, seen = build(num_time_masks=3, time_mask=40).train(), []
+    model.subsampling.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    for lengths in ((16 * 26, 16 * 4, 1), (16 * 300, 16 * 20, 16 * 9)):
+        num_samples = torch.tensor(lengths).repeat(40)
+        model(torch.randn(120, lengths[0], dtype=torch.float64), num_samples)
+        features, num_features = seen.pop(), -(-num_samples // 16)
+        assert features[num_features == max(lengths) // 16].any(dim=2).logical_not().any(), "something is hidden"
+        for x, length in zip(features, num_features, strict=True):
+            # a single frame is its own mean, and 0 in any case
+            assert length == 1 or int((x[:length] == 0).all(dim=1).sum()) < length / 2
+
+
 def test_dropout_is_felt_in_training_alone() -> None:
     model, inputs = build("alibi", dropout=0.4), batch(noise(300))
     assert torch.equal(model(*inputs).log_probs, model(*inputs).log_probs)
@@ -414,11 +428,13 @@ def test_compiled_equals_eager(fresh_compiler: None) -> None:
         ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
         ({"ff_ratio": 0.0}, "ff_ratio=0.0 must be positive"),
         ({"num_time_masks": -1}, "num_time_masks=-1 must be a whole number"),
+        ({"time_mask": 1, "num_time_masks": 1}, "time_mask=1 must be at least 2, for what is hidden is shorter"),
         ({"freq_mask": 10, "num_freq_masks": 1}, "freq_mask=10 must be at most num_mels=9"),
         ({"left_context": -1}, "left_context=-1 must be a whole number of at least 0"),
         ({"chunk_size": 4}, "normalize='utterance' needs the whole recording.*chunk_size=4.*normalize='fixed' is allowed"),
         ({"chunk_size": 4, "normalize": "fixed", "right_context": 1}, "right_context=1 goes beyond a chunk"),
         ({"intermediate_layers": (2,)}, r"intermediate_layers=\(2,\) must be different blocks, from 1 to 1"),
+        ({"intermediate_layers": 1}, r"intermediate_layers=1 must be blocks, such as \(1,\)"),
         ({"intermediate_layers": (1, 1)}, r"intermediate_layers=\(1, 1\) must be different"),
         ({"intermediate_layers": (0,)}, "intermediate_layers=0 must be a whole number"),
         ({"self_conditioning": True}, "self_conditioning needs intermediate_layers"),

@@ -17,6 +17,7 @@ from tests.tolerances import assert_close
 
 BOUNDED = [Context(None, 3, 2), Context(None, 0, 4), Context(None, 1, 0), Context(None, 0, 0)]
 BOUNDED += [Context(4, 3), Context(2, 5), Context(5, 0), Context(1, 4)]
+BOUNDED += [Context(None, 40, 50), Context(None, 2, 50), Context(40, 3), Context(4, 50)]
 UNBOUNDED = [Context(None, 2, None), Context(None, None, 1), Context(3), Context()]
 FRAMES = 13
 LENGTHS = [13, 1, 6]
@@ -88,6 +89,14 @@ def test_blocks_hold_about_two_copies_of_a_key() -> None:
         keys = sight.keys_of(torch.zeros(1, 3, 1000, 4))
         assert keys.shape[0] * keys.shape[2] < 2.2 * 1000
         assert keys.shape[2] == sight.keys.num_tokens
+
+
+def test_a_view_beyond_the_ends_costs_nothing() -> None:
+    real = torch.ones(1, FRAMES, dtype=torch.bool)
+    for context in (Context(None, 10**9, 10**9), Context(None, 10**9, 1), Context(10**9, 10**9), Context(4, 10**9)):
+        sight = context.sight("test", build("alibi").an_encoding, torch.tensor([FRAMES]), real)
+        assert sight.queries.num_tokens < 2 * FRAMES
+        assert sight.keys.num_tokens < 4 * FRAMES
 
 
 @pytest.mark.parametrize("training", [False, True])

@@ -166,6 +166,18 @@ def test_g3_nothing_leaks_from_behind_the_end(rubbish: float) -> None:
         assert torch.equal(of_clean, of_dirty)
 
 
+@pytest.mark.parametrize("rubbish", [float("nan"), float("inf"), -float("inf")])
+def test_l1_clips_too_short_teach_nothing_whatever_stands_in_their_frames(rubbish: float) -> None:
+    logits = torch.randn(2, 9, 27)
+    logits[1, :2] = rubbish
+    own = logits.requires_grad_()
+    losses = ctc_losses(own, torch.tensor([9, 2]), *numbered("hello", "abc"))
+    gradient = torch.autograd.grad(losses.sum(), own)[0]
+    assert losses[1].tolist() == 0
+    assert not gradient[1].any()
+    assert gradient[0].isfinite().all()
+
+
 def test_labels_that_cannot_be_leave_the_others_as_they_are() -> None:
     logits = torch.randn(2, 4, 5, dtype=torch.float64)
     logits[..., 3:] = -torch.inf
@@ -195,6 +207,31 @@ def test_targets_that_cannot_be_are_refused() -> None:
         ctc_losses(logits, torch.tensor([4]), torch.tensor([[1]]), torch.tensor([2]))
     with refuses("num_tokens = -1 must be from 0 to 1"):
         ctc_losses(logits, torch.tensor([4]), torch.tensor([[1]]), torch.tensor([-1]))
+
+
+def test_what_is_no_batch_of_texts_is_refused() -> None:
+    logits, two, rows = torch.randn(2, 6, 5), torch.tensor([2, 2]), torch.tensor([[1, 2], [1, 2]])
+    for given, text in (
+        (
+            (logits[0], two, rows, two),
+            r"log_probs are torch.float32 of shape \(6, 5\), allowed are .* of shape \(B, N, V\)",
+        ),
+        ((logits.long(), two, rows, two), "log_probs are torch.int64 of shape"),
+        (
+            (logits, two, rows.flatten(), two),
+            r"tokens is torch.int64 of shape \(4,\), allowed are .* \(2, L\), each text a row",
+        ),
+        ((logits, two, rows[:1], two), r"tokens is torch.int64 of shape \(1, 2\)"),
+        ((logits, two, rows + 0.5, two), "tokens is torch.float32"),
+        ((logits, two, rows > 1, two), "tokens is torch.bool"),
+        (
+            (logits, two, rows, two[:1]),
+            r"num_tokens is torch.int64 of shape \(1,\), allowed are whole numbers of shape \(2,\)",
+        ),
+        ((logits, two + 0.5, rows, two), "num_frames is torch.float32"),
+    ):
+        with refuses(f"ctc_losses: {text}"):
+            ctc_losses(*given)
 
 
 @pytest.mark.parametrize(

@@ -115,12 +115,18 @@ def test_refusals() -> None:
         stream.finish()
     for samples, text in (
         (clip, r"samples are torch.float64 of shape \(200,\)"),
+        (clip[0], r"samples are torch.float64 of shape \(\)"),
         (clip[None, :0], r"samples have shape \(1, 0\); an empty recording"),
         (clip[None] / 0, "row 0 has a sample that is not finite"),
     ):
         with refuses(f"Stream: {text}"):
             stream.push(samples)
     stream.push(clip[None])
+    model.train()  # as an epoch that begins in between does
+    for heard in (lambda: stream.push(clip[None]), stream.finish):
+        with refuses("ConformerCTC: a stream hears in evaluation; call"):
+            heard()
+    model.eval()
     with refuses("Stream: samples have 2 rows, those before had 1"):
         stream.push(clip.expand(2, -1))
     stream.finish()
