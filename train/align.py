@@ -23,7 +23,16 @@ from train.report import ACCENT, FAINT, INK, WRONG, save
 
 MAX_CELLS = 2**30  # frames x states of one alignment, a byte each
 PAUSE, REACH = 0.1, 0.3  # seconds: a stop consonant is silent for less; words are moved by no more
-LOUD, QUIET = 0.9, 30.0  # quantile of the loudness in words, and decibels below it that are silent
+LOUD = 0.9  # quantile of the loudness in words
+QUIET, QUIETEST = (
+    30.0,
+    40.0,
+)  # decibels below it that are silent: fewer where there is noise, an s is hardly louder than the more
+NOISE, ABOVE_NOISE, NOTHING = (
+    0.05,
+    6.0,
+    -95.0,
+)  # its quantile, decibels above it, decibels of full scale that no microphone gives
 ROW_SECONDS, LONGEST_PICTURE = 6.0, 96.0  # seconds
 DARKEST_BRIGHTEST = 0.02, 0.995  # quantiles of the spectrogram
 
@@ -130,8 +139,8 @@ def beside_pauses(words: Sequence[Word], decibels: Tensor, hop: float) -> list[W
     """The words with starts and ends moved to the pauses next to them, where there are such.
 
     A recogniser may emit a token anywhere near its sound. So a word that follows a pause starts where the sound starts again, and
-    one that a pause follows ends where the sound ends, up to 0.3 s from their tokens. A pause is a tenth of a second 30 dB below
-    the loud parts of words; in noise there is none, and nothing is moved. Before and behind the recording it is silent.
+    one that a pause follows ends where the sound ends, up to 0.3 s from their tokens. A pause is a tenth of a second 40 dB below
+    the loud parts of words, or 30 dB where there is noise; in more noise there is none, and nothing is moved. Before and behind the recording it is silent.
 
     Args:
         words: in order.
@@ -140,7 +149,7 @@ def beside_pauses(words: Sequence[Word], decibels: Tensor, hop: float) -> list[W
     if not words:
         return []
     inside = torch.cat([decibels[int(word.start / hop) : math.ceil(word.end / hop)] for word in words])
-    pauses = find_pauses(decibels, float(inside.quantile(LOUD)) - QUIET, hop)
+    pauses = find_pauses(decibels, silence_level(decibels, float(inside.quantile(LOUD))), hop)
     starts, ends = ([pause[edge] for pause in pauses] for edge in (0, 1))
     moved: list[Word] = []
     for number, word in enumerate(words):
@@ -161,6 +170,13 @@ def loudness(samples: Tensor, hop: int) -> Tensor:
     """Decibels of full scale (F,) of each `hop` samples of (t,), with silence behind the last."""
     power = torch.nn.functional.pad(samples, (0, -len(samples) % hop)).view(-1, hop).square().mean(dim=1)
     return 10 * (power + 1e-10).log10()
+
+
+def silence_level(decibels: Tensor, loud: float) -> float:
+    """How loud (F,) decibels may be where nothing is said, in a recording whose words are `loud`."""
+    heard = decibels[decibels > NOTHING]  # a gap without any noise says nothing of the noise elsewhere
+    noise = float(heard.quantile(NOISE)) if len(heard) else NOTHING
+    return min(max(loud - QUIETEST, noise + ABOVE_NOISE), loud - QUIET)
 
 
 def find_pauses(decibels: Tensor, silence: float, hop: float) -> list[tuple[float, float]]:

@@ -137,6 +137,12 @@ def level(*parts: tuple[int, float]) -> Tensor:
         (level((9, -70), (97, -20), (20, -70)), (0.4, 0.75)),  # too far away
         (level((30, -70), (5, -20), (9, -70), (40, -20), (99, -70)), (0.3, 0.84)),  # a stop consonant is no pause
         (level((30, -45), (50, -20), (40, -45)), (0.4, 0.75)),  # noise
+        (level((30, -51), (50, -20), (40, -51)), (0.3, 0.8)),  # some noise
+        (
+            level((30, -75), (15, -55), (50, -20), (40, -75)),
+            (0.3, 0.95),
+        ),  # an s, which is hardly louder than some noise
+        (level((30, -51), (50, -20), (30, -51), (30, -100)), (0.3, 0.8)),  # noise, and a gap without any
         (level((35, -20), (40, -70), (40, -20)), (0.4, 0.75)),  # a word in the middle of a pause: nobody knows
         (level((120, -20)), (0.4, 0.75)),
         (level((120, -100)), (0.4, 0.75)),
