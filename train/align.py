@@ -140,7 +140,8 @@ def beside_pauses(words: Sequence[Word], decibels: Tensor, hop: float) -> list[W
 
     A recogniser may emit a token anywhere near its sound. So a word that follows a pause starts where the sound starts again, and
     one that a pause follows ends where the sound ends, up to 0.3 s from their tokens. A pause is a tenth of a second 40 dB below
-    the loud parts of words, or 30 dB where there is noise; in more noise there is none, and nothing is moved. Before and behind the recording it is silent.
+    the loud parts of words, or 30 dB where there is noise; in more noise there is none, and nothing is moved. Before and behind
+    the recording it is silent.
 
     Args:
         words: in order.

@@ -128,6 +128,7 @@ def fit(learner: Learner, draws: Draws | TimedDraws, folder: Path) -> Result:
                         "learner": counters,
                         "drawn": draws.after(step - start),
                         "num_examples": draws.num_examples,
+                        "num_seconds": num_seconds(task),
                         "line": line,
                         "seconds": clock.seconds,
                     }
@@ -156,12 +157,17 @@ def create_draws(
     start = num_steps = 0
     if checkpoint is not None:
         start, num_steps = drawn_before(checkpoint), checkpoint.step
-        before = checkpoint.state["num_examples"]
-        if before != num_examples and not config.trainer.allow_changes:
-            raise ValueError(
-                f"data: {num_examples} training examples, but the run to be continued was begun with {before}; "
-                f"trainer.allow_changes=true goes on all the same"
-            )
+        found = (
+            ("training examples", "num_examples", num_examples),
+            ("seconds of sound", "num_seconds", num_seconds(task)),
+        )
+        for what, key, now in found:
+            before = checkpoint.state.get(key, now)
+            if before != now and not config.trainer.allow_changes:
+                raise ValueError(
+                    f"data: {now} {what}, but the run to be continued was begun with {before}; trainer.allow_changes=true goes "
+                    f"on all the same"
+                )
     options: dict[str, Any] = {
         "batch_size": config.trainer.batch_size,
         "num_steps": config.trainer.max_steps - num_steps,
@@ -181,6 +187,12 @@ def create_draws(
             f"{draws.batch_size} for {draws.num_processes} processes and trainer.accumulate = {draws.accumulate}"
         )
     return draws
+
+
+def num_seconds(task: Task) -> float | None:
+    """How long the training recordings are together, since batches are made by that; None for what is no recording."""
+    durations = getattr(task.train_data, "durations", None)
+    return None if durations is None else round(sum(durations), 3)
 
 
 def drawn_before(checkpoint: Checkpoint) -> int:

@@ -355,3 +355,10 @@ def test_lost_after_two_steps_it_ends_the_same(tmp_path: Path, capsys: pytest.Ca
         (tmp_path / "run" / "metrics.json").unlink()
     assert "continues after step 2 of 4" in capsys.readouterr().out
     assert_same(*outcomes)
+
+    manifest = tmp_path / "tones" / "train-en.jsonl"
+    lines = read_lines(manifest)
+    lines[0]["duration"] -= 0.25
+    manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(arguments) == 1
+    assert "seconds of sound, but the run to be continued was begun with" in capsys.readouterr().err
