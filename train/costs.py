@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train.costs",
         description="Time and memory of a training step, forward and backward without the optimizer, on the first batch of each "
-        "run. The runs take turns, and times are compared within a round, so that what else the machine does hits all alike. Runs that "
-        "differ in nothing but the seed are one row.",
+        "run. The runs take turns, and times are compared within a round, so that what else the machine does hits all alike. "
+        "Runs that differ in nothing but the seed are one row.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs, finished or not")
     parser.add_argument("--rounds", type=positive, default=7, metavar="N", help="steps of each run (default: 7)")
