@@ -1,6 +1,5 @@
 """Speech recognition: what is said in a recording, by CTC; error rates of characters and words."""
 
-import json
 import math
 import warnings
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from torch.utils.data import Dataset
 
 from relpos2d.models.ctc import ctc_losses, frames_needed
 from train.config import OWN_MODELS, Config, Trainer, encoding_argument
-from train.data.description import TOKENIZER, SpeechDescription, describe
+from train.data.description import SpeechDescription
 from train.data.stream import Drawn
 from train.decode import Decoder, create_decoder
 from train.error_rates import char_errors, error_rates, word_errors
@@ -35,23 +34,24 @@ class SpeechRecognition(TextTask):
     records_name = "predictions.jsonl"
 
     def __init__(self, config: Config):
-        data = config.data.load(config.seed)
-        speed = getattr(data.train, "speed", (1.0,))
-        # as the model hears them: slower ones last longer
-        self.data: Any = replace(data, max_duration=data.max_duration / min(speed))
-        self.train_data, self.max_damaged = self.data.train, self.data.max_damaged
-        self.batch_size = evaluation_size(config.trainer, max(data.test.durations))
-        self.num_workers = config.trainer.num_workers
+        super().__init__(config)
+        self.batch_size = evaluation_size(config.trainer, max(self.data.test.durations))
         self.intermediate = config.loss.intermediate_ctc or INTERMEDIATE
         self.decoding = {"name": config.decoding.name, **config.decoding.given()} if config.decoding else {}
         self.create_decoder()  # which may refuse it, now and not after training
-        self.about = describe(config.task, self.data)
-        self.files = {TOKENIZER: json.dumps(json.loads(self.data.tokenizer.to_str()))}  # ASCII, whatever the system
+
+    def load(self, config: Config) -> Any:
+        """The recordings; the longest one as the model hears it, since slower ones last longer."""
+        data: Any = config.data.load(config.seed)
+        return replace(data, max_duration=data.max_duration / min(data.train.speed))
+
+    def create_model(self, config: Config) -> nn.Module:
+        """The model, which knows the mean of the spectrum where it wants to."""
         model: Any = create_speech_model(config, self.about)
         if model.log_mel.normalize == "fixed":
             model.log_mel.fit(some_samples(self.train_data, self.max_damaged))
-        warn_of_short(model, self.data.train, self.data.test, max(speed))
-        self.model = model
+        warn_of_short(model, self.data.train, self.data.test, max(self.data.train.speed))
+        return model
 
     def create_decoder(self) -> Decoder:
         return create_decoder(self.data.tokenizer, self.decoding, self.data.train.texts)

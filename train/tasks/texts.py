@@ -1,4 +1,4 @@
-"""What the tasks on text share: their models, batches cut to their longest text, and sums over the processes."""
+"""What the tasks that read or write text share: their models, batches cut to their longest text, and sums over the processes."""
 
 import json
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ LONGEST_SHOWN = 80  # characters of a text in a record
 
 
 class TextTask:
-    """Data, model and files of a task on text; what is minimised and measured is for the subclass to say.
+    """Data, model and files of a task that reads or writes text; what is minimised and measured is for the subclass to say.
 
     Attributes:
         length: how many tokens are read at once in an evaluation; None: as in training.
@@ -29,7 +29,7 @@ class TextTask:
     length: int | None = None
 
     def __init__(self, config: Config):
-        self.data: Any = config.data.load(config.seed)
+        self.data = self.load(config)
         self.train_data, self.max_damaged = self.data.train, self.data.max_damaged
         self.batch_size = config.trainer.batch_size // config.trainer.accumulate
         self.num_workers = config.trainer.num_workers
@@ -37,7 +37,15 @@ class TextTask:
         self.generation = config.generation
         self.about = describe(config.task, self.data)
         self.files = {TOKENIZER: json.dumps(json.loads(self.data.tokenizer.to_str()))}  # ASCII, whatever the system
-        self.model = create_text_model(config, self.about)
+        self.model = self.create_model(config)
+
+    def load(self, config: Config) -> Any:
+        """The data, with a tokenizer."""
+        return config.data.load(config.seed)
+
+    def create_model(self, config: Config) -> nn.Module:
+        """The model, in the size of the data."""
+        return create_text_model(config, self.about)
 
     def description(self) -> str:
         return self.about.model_dump_json(indent=2) + "\n"
