@@ -67,6 +67,7 @@ def test_eight_clips_are_learnt_by_heart(tone_run: Path) -> None:
     assert metrics["loss"] < 0.5
 
 
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="needs apt")
 def test_eight_real_prompts_are_learnt_by_heart(tmp_path: Path) -> None:
     data = load_config("speech/prompts", ["data.speed=[1.0]"]).data.load(0).train
     for split in ("train", "val"):
