@@ -297,7 +297,9 @@ def test_the_tokenizer_belongs_to_the_run(copy: Path, runs: dict[str, Path]) -> 
     with pytest.raises(ValueError, match=r"tokenizer\.json: no readable tokenizer"):
         restore(copy)
     file.unlink()
-    with pytest.raises(ValueError, match=r"copy: holds no tokenizer\.json, which a run on text or speech writes when it starts"):
+    with pytest.raises(
+        ValueError, match=r"copy: holds no tokenizer\.json, which a run on text or speech writes when it starts"
+    ):
         restore(copy)
 
 
