@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from train.checkpoint import Checkpoint, last_checkpoint, replace_text, save_checkpoint
 from train.config import Config
-from train.data.stream import Draws, TimedDraws, TrainingBatches
+from train.data.stream import CountedDraws, Draws, TimedDraws, TrainingBatches
 from train.distribute import mean_over_processes
 from train.learner import Learner
 from train.report import Progress
@@ -48,7 +48,7 @@ class Result:
     summary: dict[str, Any]
 
 
-def fit(learner: Learner, draws: Draws | TimedDraws, folder: Path) -> Result:
+def fit(learner: Learner, draws: Draws, folder: Path) -> Result:
     """Trains to the last step, writing history, checkpoints and scalars into the folder.
 
     A learner that was made from a checkpoint goes on from there, and ends as if it had never been interrupted.
@@ -145,9 +145,7 @@ def fit(learner: Learner, draws: Draws | TimedDraws, folder: Path) -> Result:
     return Result(metrics, records, summary)
 
 
-def create_draws(
-    config: Config, task: Task, accelerator: Accelerator, checkpoint: Checkpoint | None = None
-) -> Draws | TimedDraws:
+def create_draws(config: Config, task: Task, accelerator: Accelerator, checkpoint: Checkpoint | None = None) -> Draws:
     """What this process reads at which step.
 
     Raises:
@@ -180,7 +178,7 @@ def create_draws(
     if config.trainer.batch_seconds is not None:
         durations = task.train_data.durations  # type: ignore[attr-defined]  # of recordings alone, says the config
         return TimedDraws(durations, config.trainer.batch_seconds, **options)
-    draws = Draws(num_examples, **options)
+    draws = CountedDraws(num_examples, **options)
     if config.loss.mixes and draws.part_size % 2:
         raise ValueError(
             f"loss.mixup, loss.cutmix: need parts of even size, these are {draws.part_size}: trainer.batch_size = "

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import warnings
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -39,10 +40,49 @@ class TooManyDamaged(ValueError):
 
 
 class Draws(Sampler[list[Draw]]):
-    """The batches of a run as lists of (epoch, index): each epoch is a new order, a batch may reach over two epochs.
+    """The batches of a run's steps to come as lists of (epoch, index).
 
-    So every batch is full and no example is dropped. Each process takes its share of the batch, in `accumulate` parts one after
-    the other.
+    Each process takes its share of a batch, in `accumulate` parts one after the other.
+    """
+
+    def __init__(
+        self,
+        num_examples: int,
+        batch_size: int,
+        num_steps: int,
+        seed: int,
+        start: int,
+        process_index: int,
+        num_processes: int,
+        accumulate: int,
+    ):
+        self.num_examples, self.batch_size, self.num_steps, self.seed = num_examples, batch_size, num_steps, seed
+        self.start, self.process_index, self.accumulate = start, process_index, accumulate
+        self.num_processes, self.num_parts = num_processes, num_processes * accumulate
+
+    def __len__(self) -> int:
+        return self.num_steps * self.accumulate
+
+    def __iter__(self) -> Iterator[list[Draw]]:
+        for batch in self.whole_batches():
+            for part in range(self.accumulate):
+                yield batch[self.process_index * self.accumulate + part :: self.num_parts]
+
+    @abstractmethod
+    def whole_batches(self) -> Iterator[list[Draw]]:
+        """The batch of each step, all processes and parts together."""
+        raise NotImplementedError(type(self).__name__)
+
+    @abstractmethod
+    def after(self, num_steps: int) -> int:
+        """The `start` of who goes on after so many steps."""
+        raise NotImplementedError(type(self).__name__)
+
+
+class CountedDraws(Draws):
+    """Batches of equally many examples: each epoch is a new order, a batch may reach over two epochs.
+
+    So every batch is full and no example is dropped.
 
     Args:
         num_examples: how many there are to draw from.
@@ -74,27 +114,17 @@ class Draws(Sampler[list[Draw]]):
             raise ValueError(
                 f"trainer.batch_size = {batch_size}: must be a multiple of {num_processes}, the processes there are{parts}"
             )
-        self.num_examples, self.batch_size, self.num_steps, self.seed = num_examples, batch_size, num_steps, seed
-        self.start, self.process_index, self.num_processes, self.accumulate = (
-            start,
-            process_index,
-            num_processes,
-            accumulate,
-        )
+        super().__init__(num_examples, batch_size, num_steps, seed, start, process_index, num_processes, accumulate)
 
     @property
     def part_size(self) -> int:
         """How many examples a process works on at once."""
-        return self.batch_size // (self.num_processes * self.accumulate)
+        return self.batch_size // self.num_parts
 
     def after(self, num_steps: int) -> int:
-        """The `start` of who goes on after so many steps."""
         return self.start + num_steps * self.batch_size
 
-    def __len__(self) -> int:
-        return self.num_steps * self.accumulate
-
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def whole_batches(self) -> Iterator[list[Draw]]:
         order, order_epoch = np.arange(0), -1
         for step in range(self.num_steps):
             batch = []
@@ -103,11 +133,10 @@ class Draws(Sampler[list[Draw]]):
                 if epoch != order_epoch:
                     order, order_epoch = np.random.default_rng((self.seed, epoch)).permutation(self.num_examples), epoch
                 batch.append((epoch, int(order[position])))
-            for part in range(self.accumulate):
-                yield batch[self.process_index * self.accumulate + part :: self.num_processes * self.accumulate]
+            yield batch
 
 
-class TimedDraws(Sampler[list[Draw]]):
+class TimedDraws(Draws):
     """Batches of recordings that are about equally long, each as many as last `batch_seconds` with their padding.
 
     In each epoch every recording is drawn once, and the batches come in a new order. A batch is dealt out one by one, so that a
@@ -137,7 +166,7 @@ class TimedDraws(Sampler[list[Draw]]):
         num_processes: int = 1,
         accumulate: int = 1,
     ):
-        self.num_examples, self.num_parts = len(durations), num_processes * accumulate
+        super().__init__(len(durations), batch_size, num_steps, seed, start, process_index, num_processes, accumulate)
         if not self.num_examples:
             raise ValueError("trainer.batch_seconds: there is no recording to draw from")
         longest = max(durations)
@@ -153,23 +182,12 @@ class TimedDraws(Sampler[list[Draw]]):
                 f"trainer.batch_seconds"
             )
         self.durations = np.asarray(durations, dtype=np.float64)
-        self.batch_seconds, self.batch_size, self.num_steps, self.seed, self.start = (
-            batch_seconds,
-            batch_size,
-            num_steps,
-            seed,
-            start,
-        )
-        self.process_index, self.num_processes, self.accumulate = process_index, num_processes, accumulate
+        self.batch_seconds = batch_seconds
 
     def after(self, num_steps: int) -> int:
-        """The `start` of who goes on after so many steps."""
         return self.start + num_steps
 
-    def __len__(self) -> int:
-        return self.num_steps * self.accumulate
-
-    def __iter__(self) -> Iterator[list[Draw]]:
+    def whole_batches(self) -> Iterator[list[Draw]]:
         epoch, batches = 0, self.batches(0)
         before = 0  # batches of earlier epochs
         for number in range(self.start, self.start + self.num_steps):
@@ -177,9 +195,7 @@ class TimedDraws(Sampler[list[Draw]]):
                 before += len(batches)
                 epoch += 1
                 batches = self.batches(epoch)
-            batch = [(epoch, index) for index in batches[number - before]]
-            for part in range(self.accumulate):
-                yield batch[self.process_index * self.accumulate + part :: self.num_parts]
+            yield [(epoch, index) for index in batches[number - before]]
 
     def batches(self, epoch: int) -> list[list[int]]:
         """The batches of an epoch, in the order in which they are drawn."""
@@ -255,9 +271,7 @@ class TrainingBatches:
             there each is named in a warning.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], draws: Draws | TimedDraws, num_workers: int, pin_memory: bool, max_damaged: int = 0
-    ):
+    def __init__(self, dataset: Dataset[Any], draws: Draws, num_workers: int, pin_memory: bool, max_damaged: int = 0):
         self.loader = DataLoader(
             Drawn(dataset, draws.seed, max_damaged),
             batch_sampler=draws,

@@ -28,7 +28,7 @@ from train.data.recordings import (
     spoken_form,
 )
 from train.data.speech_jsonl import SpeechJsonl
-from train.data.stream import Draws, TooManyDamaged, TrainingBatches
+from train.data.stream import CountedDraws, TooManyDamaged, TrainingBatches
 from train.data.texts import Damage
 from train.data.tokenize import train_tokenizer
 from train.schema import validate
@@ -274,7 +274,9 @@ def two_epochs(seed: int, num_workers: int) -> Read:
     clips = [held(0.2, str(number), seed=number) for number in range(4)]
     utterances = Utterances(clips, LETTERS, 8000, speed=(0.5, 0.8, 1.0, 1.25, 2.0), volume=6)
     found = Read([], [])
-    with TrainingBatches(utterances, Draws(4, 2, num_steps=8, seed=seed), num_workers, pin_memory=False) as batches:
+    with TrainingBatches(
+        utterances, CountedDraws(4, 2, num_steps=8, seed=seed), num_workers, pin_memory=False
+    ) as batches:
         for _ in range(8):
             samples, num_samples, _, _ = next(batches)
             found.lengths += num_samples.tolist()

@@ -15,9 +15,9 @@ import torch
 from torch.utils.data import Dataset
 
 from train.data.stream import (
+    CountedDraws,
     DamagedExample,
     Drawn,
-    Draws,
     TimedDraws,
     TooManyDamaged,
     TrainingBatches,
@@ -50,7 +50,7 @@ def drawn(
     max_damaged: int = 0,
     **options: Any,
 ) -> list[torch.Tensor]:
-    draws = Draws(10, 4, num_steps, seed, **options)
+    draws = CountedDraws(10, 4, num_steps, seed, **options)
     with TrainingBatches(
         Noise(damaged=damaged), draws, num_workers, pin_memory=False, max_damaged=max_damaged
     ) as batches:
@@ -107,7 +107,7 @@ def test_a_batch_in_parts_holds_the_same_examples() -> None:
 def test_another_batch_size_goes_on_at_the_same_example() -> None:
     """12 examples in steps of 4, then steps of 2: none is left out and none comes twice."""
     first = drawn(num_steps=3)
-    draws = Draws(10, 2, 4, 0, start=12)
+    draws = CountedDraws(10, 2, 4, 0, start=12)
     with TrainingBatches(Noise(), draws, 0, pin_memory=False) as batches:
         rest = [next(batches) for _ in range(4)]
     assert sorted(torch.cat([*first, *rest])[:, 0].tolist()) == sorted([*range(10), *range(10)])
@@ -151,13 +151,13 @@ def test_m7_data_smaller_than_a_batch_are_refused() -> None:
     with pytest.raises(
         ValueError, match=r"trainer.batch_size = 64: must be at most 50, the training examples there are"
     ):
-        Draws(50, 64, 10, seed=0)
-    assert len(list(Draws(64, 64, 10, seed=0))) == 10
+        CountedDraws(50, 64, 10, seed=0)
+    assert len(list(CountedDraws(64, 64, 10, seed=0))) == 10
 
 
 def test_batches_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ValueError, match=r"trainer.batch_size = 9: must be a multiple of 2"):
-        Draws(50, 9, 10, seed=0, num_processes=2)
+        CountedDraws(50, 9, 10, seed=0, num_processes=2)
 
 
 DURATIONS = [0.5, 3.0, 1.2, 0.1, 2.9, 7.0, 1.1, 0.7, 4.5, 4.4, 0.2, 1.0, 6.5]
@@ -301,7 +301,7 @@ def test_workers_end_with_a_trainer_that_is_killed(at: str, tmp_path: Path) -> N
             begin(trainer, number)
 
         stream.live_with_the_trainer = late
-        with stream.TrainingBatches(Noise(), stream.Draws(10, 4, 99, 0), num_workers=2, pin_memory=False):
+        with stream.TrainingBatches(Noise(), stream.CountedDraws(10, 4, 99, 0), num_workers=2, pin_memory=False):
             while len(os.listdir(sys.argv[1])) < 2:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
