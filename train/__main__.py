@@ -19,7 +19,7 @@ from train.distribute import on_main_process
 from train.learner import Learner
 from train.loop import NonFiniteLoss, Stopped, create_accelerator, create_draws, fit
 from train.restore import restore
-from train.run_folder import CHECKPOINTS, HISTORY, METRICS, Lock, open_run
+from train.run_folder import CHECKPOINTS, HISTORY, METRICS, Lock, open_run, records_text
 from train.tasks import create_task
 from train.tool import run_command
 
@@ -74,6 +74,8 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
             f"{name} -> {report.readable(folder)}: {num_parameters:,} parameters on {accelerator.device}"
             + (f", {accelerator.num_processes} processes" if accelerator.num_processes > 1 else "")
         )
+        for note in task.notes:
+            console.print(f"model: {note}")
         for note in opened.notes:
             console.print(f"{report.readable(folder)}: {note}")
         if opened.finished:
@@ -95,7 +97,7 @@ def run(name: str, overrides: Sequence[str] = ()) -> Path:
         result = fit(learner, draws, folder)
         if accelerator.is_main_process:
             metrics, records = result.metrics, result.records
-            replace_text(folder / task.records_name, "".join(json.dumps(record) + "\n" for record in records))
+            replace_text(folder / task.records_name, records_text(task.records_name, records))
             pictures = [
                 report.draw_curves(folder / HISTORY, folder / "curves.png", task.score),
                 *task.pictures(folder, records, restore(folder).model),

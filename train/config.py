@@ -17,7 +17,16 @@ import timm
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, create_model, model_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    create_model,
+    field_validator,
+    model_validator,
+)
 from timm.models import is_model, list_models
 from timm.optim import get_optimizer_class, get_optimizer_info, list_optimizers
 
@@ -25,44 +34,54 @@ import relpos2d
 from relpos2d import Grid, create_encoding, list_encodings
 from relpos2d.encodings import encoding_class, encoding_options
 from relpos2d.models import ConformerCTC, EncoderDecoder, LanguageModel, TextClassifier
+from relpos2d.models.detection import DETECTORS, OPTIONS_OF, create_detector
 from train.data import DATA, Data, Images
+from train.data.boxes import Boxed
 from train.data.recordings import Recordings
 from train.data.texts import Labelled, Pairs, Running
 from train.schema import AnyNode, ConfigError, Node, node_from_parameters, unknown_name, validate
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-GROUPS = ("model", "encoding", "data", "loss", "optimizer", "schedule", "handover", "generation", "decoding", "trainer")
+GROUPS = (
+    *("model", "encoding", "data", "loss", "optimizer", "schedule", "handover"),
+    *("generation", "decoding", "scoring", "trainer"),
+)
 
-TaskName = Literal["classify", "text_classification", "language_modeling", "sequence_to_sequence", "speech_recognition"]
+TaskName = Literal[
+    "classify", "detect", "text_classification", "language_modeling", "sequence_to_sequence", "speech_recognition"
+]
 GRIDS = {1: Grid(15), 2: Grid(3, 5)}
 
 
 @dataclass(frozen=True)
 class TaskKind:
-    """What a task works on. `model`: its only one, None for any timm backbone; `data`: what the data's load() gives."""
+    """What a task works on. `models`: of our own, none for any timm backbone; `data`: what the data's load() gives."""
 
-    model: str | None
+    models: tuple[str, ...]
     data: type
     num_axes: int
 
 
 TASKS: dict[TaskName, TaskKind] = {
-    "classify": TaskKind(None, Images, num_axes=2),
-    "text_classification": TaskKind("text_classifier", Labelled, num_axes=1),
-    "language_modeling": TaskKind("language_model", Running, num_axes=1),
-    "sequence_to_sequence": TaskKind("encoder_decoder", Pairs, num_axes=1),
-    "speech_recognition": TaskKind("conformer_ctc", Recordings, num_axes=1),
+    "classify": TaskKind((), Images, num_axes=2),
+    "detect": TaskKind(DETECTORS, Boxed, num_axes=2),
+    "text_classification": TaskKind(("text_classifier",), Labelled, num_axes=1),
+    "language_modeling": TaskKind(("language_model",), Running, num_axes=1),
+    "sequence_to_sequence": TaskKind(("encoder_decoder",), Pairs, num_axes=1),
+    "speech_recognition": TaskKind(("conformer_ctc",), Recordings, num_axes=1),
 }
 LOSSES: dict[TaskName, tuple[str, ...]] = {  # of the other tasks: cross_entropy
     "classify": ("cross_entropy", "binary_cross_entropy"),
+    "detect": ("detector",),
     "speech_recognition": ("ctc",),
 }
 USES = {"labels": Labelled, "running": Running, "pairs": Pairs}
-OWN_MODELS: dict[str, type] = {
+OWN_MODELS: dict[str, Callable[..., Any]] = {
     "text_classifier": TextClassifier,
     "language_model": LanguageModel,
     "encoder_decoder": EncoderDecoder,
     "conformer_ctc": ConformerCTC,
+    **{name: functools.partial(create_detector, name) for name in DETECTORS},
 }
 
 
@@ -77,6 +96,36 @@ class Backbone(Model):
 
     pretrained: bool = False
     absolute: Literal["keep", "fade", "remove"] | None = None
+
+
+class DetectorModel(Model):
+    """One of torchvision's detectors; `backbone` is a timm model, by name or with options of its constructor."""
+
+    backbone: str | dict[str, Any]
+
+    @field_validator("backbone")
+    @classmethod
+    def backbone_is_known(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        tree = {"name": value} if isinstance(value, str) else value
+        name = tree.get("name")
+        try:
+            if name in OWN_MODELS:
+                raise ValueError(name)
+            schema = model_node(name)  # type: ignore[arg-type]
+        except (ValueError, AttributeError):
+            raise ValueError(
+                f"{name!r}: unknown backbone; allowed: timm's and {', '.join(list_models('relpos2d_*'))}"
+            ) from None
+        img_size = tree.get("img_size", 224)  # of pretraining, which cuts windows to it
+        _, problems = validate(schema, {key: given for key, given in tree.items() if key != "img_size"})
+        sides = img_size if isinstance(img_size, list) and len(img_size) == 2 else [img_size]
+        if not all(isinstance(side, int) and side > 0 for side in sides):
+            problems.append(f"img_size = {img_size!r}: must be pixels of a side, or height and width")
+        if "absolute" in tree:
+            problems.append("absolute: is the detector's, model.absolute")
+        if problems:
+            raise ValueError(f"{name}: {'; '.join(problems)}")
+        return value
 
 
 class Encoding(Node):
@@ -114,10 +163,10 @@ class Loss(Node):
     probability `mix_prob`, by CutMix with probability `switch_prob` where both are on. The partner is looked for in the part of
     the batch that a process works on at once. With `target_threshold`, binary cross entropy takes every class with a share
     above it as present (0: both of a mixed image, as DeiT III has it). `ctc` is for speech: the layers of model.intermediate_layers
-    have a share of `intermediate_ctc` in it (0.3 unless given).
+    have a share of `intermediate_ctc` in it (0.3 unless given). `detector` is the sum of the losses that a detector has.
     """
 
-    name: Literal["cross_entropy", "binary_cross_entropy", "ctc"] = "cross_entropy"
+    name: Literal["cross_entropy", "binary_cross_entropy", "ctc", "detector"] = "cross_entropy"
     smoothing: float = Field(0.0, ge=0, lt=1)
     mixup: NonNegativeFloat = 0.0
     cutmix: NonNegativeFloat = 0.0
@@ -223,12 +272,21 @@ class Decoding(Node):
         return self
 
 
+class Scoring(Node):
+    """How detections are scored: by which package, which of them all give the same numbers (`numpy` has no masks), and by how many
+    detections in an image, the last of which is for the average precision."""
+
+    backend: Literal["pycocotools", "faster_coco_eval", "numpy"] = "pycocotools"
+    max_detections: tuple[PositiveInt, PositiveInt, PositiveInt] = (1, 10, 100)
+
+
 class Trainer(Node):
     """How long, in which batches and where to train, and how often to log, evaluate and save (in steps).
 
     `batch_size` counts the whole batch of a step: all processes, all of the `accumulate` parts whose gradients are summed. With
     `batch_seconds` a batch holds recordings of about equal length that last so long together, with their padding (as they were
-    recorded: at a lower speed they last longer), and `batch_size` of them at most.
+    recorded: at a lower speed they last longer), and `batch_size` of them at most. In detection a batch has images of about the
+    same height / width, of which there are `aspect_groups` an octave (3 unless given; 0: any).
     `trainable: positions` trains the encodings alone; `frozen_stages` keeps the stem and so many stages (Swin) or blocks (ViT) as
     they are, all of a ViT's with its last norm. `ema_decay` keeps an average of the weights (timm's, with its warm-up), which is
     then what is evaluated. A step whose loss or gradient is not finite is left out and counted; after more than
@@ -241,6 +299,7 @@ class Trainer(Node):
     max_steps: PositiveInt
     batch_size: PositiveInt
     batch_seconds: PositiveFloat | None = None
+    aspect_groups: NonNegativeInt | None = None
     accumulate: PositiveInt = 1
     trainable: Literal["all", "positions"] = "all"
     frozen_stages: NonNegativeInt = 0
@@ -284,6 +343,7 @@ class Config(Node):
     handover: Handover | None = None
     generation: Generation | None = None
     decoding: Decoding | None = None
+    scoring: Scoring | None = None
     trainer: Trainer
 
     @model_validator(mode="after")
@@ -295,9 +355,9 @@ class Config(Node):
     def misfits(self) -> Iterator[str]:
         """What does not go with the task. What has a wrong name has a line already."""
         kind, task = TASKS[self.task], f"task is {self.task}"
-        names = sorted(OWN_MODELS) if kind.model is None else [kind.model]
-        if isinstance(self.model, Model) and (self.model.name in names) is (kind.model is None):
-            allowed = kind.model or "timm's backbones and relpos2d's (relpos2d_...)"
+        names = kind.models or OWN_MODELS
+        if isinstance(self.model, Model) and (self.model.name in names) is not bool(kind.models):
+            allowed = ", ".join(kind.models) or "timm's backbones and relpos2d's (relpos2d_...)"
             yield f"model.name = {self.model.name!r}: {task}, allowed: {allowed}"
         if isinstance(self.data, Data) and not gives(self.data, kind.data):
             allowed = ", ".join(sorted(name for name, data in DATA.items() if kind.data in may_load(data)))
@@ -314,9 +374,10 @@ class Config(Node):
         if self.task != "sequence_to_sequence" and self.generation is not None:
             yield f"generation: is for sequence_to_sequence, {task}; allowed: none"
         yield from self.options_of_speech(task)
+        yield from self.options_of_detection(task)
         if self.task == "sequence_to_sequence" and self.trainer.parallel == "fsdp2":
             yield "trainer.parallel = 'fsdp2': texts of different lengths are generated, which it cannot; allowed: 'ddp'"
-        if kind.model is not None:
+        if kind.models:
             yield from self.options_of_images(task)
 
     def options_of_speech(self, task: str) -> Iterator[str]:
@@ -336,13 +397,34 @@ class Config(Node):
             if not is_speech and value is not None:
                 yield f"{path}: is for speech_recognition, {task}; allowed: none"
 
+    def options_of_detection(self, task: str) -> Iterator[str]:
+        for path, value in (("scoring", self.scoring), ("trainer.aspect_groups", self.trainer.aspect_groups)):
+            if self.task != "detect" and value is not None:
+                yield f"{path}: is for detect, {task}; allowed: none"
+        if self.task != "detect":
+            return
+        if self.loss.smoothing:
+            yield f"loss.smoothing = {self.loss.smoothing}: is for classes and tokens, {task}; allowed: 0.0"
+        if self.trainer.parallel == "fsdp2":
+            yield f"trainer.parallel = 'fsdp2': {task}; allowed: 'ddp'"
+        if self.trainer.compile:
+            yield f"trainer.compile = true: batches are of many sizes, {task}; allowed: false"
+        wants_masks = self.model.name == "mask_rcnn"
+        if isinstance(self.data, Data) and getattr(self.data, "masks", wants_masks) != wants_masks:
+            yield f"data.masks = {not wants_masks}: model.name is {self.model.name!r}; allowed: {wants_masks}"
+        if wants_masks and self.scoring is not None and self.scoring.backend == "numpy":
+            yield "scoring.backend = 'numpy': has no masks, model.name is 'mask_rcnn'; allowed: pycocotools, faster_coco_eval"
+
     def options_of_images(self, task: str) -> Iterator[str]:
         options: list[tuple[str, Any, Any]] = [
             ("loss.mixup", self.loss.mixup, 0.0),
             ("loss.cutmix", self.loss.cutmix, 0.0),
-            ("trainer.frozen_stages", self.trainer.frozen_stages, 0),
-            ("optimizer.layer_decay", self.optimizer.layer_decay, None),
         ]
+        if self.task != "detect":
+            options += [
+                ("trainer.frozen_stages", self.trainer.frozen_stages, 0),
+                ("optimizer.layer_decay", self.optimizer.layer_decay, None),
+            ]
         for path, value, allowed in options:
             if value != allowed:
                 yield f"{path} = {value!r}: is for images, {task}; allowed: {allowed!r}"
@@ -580,14 +662,12 @@ def model_node(name: str) -> type[Model]:
 
 
 def own_model_node(name: str) -> type[Model]:
-    """Keys from the constructor of one of our own models."""
+    """Keys from the constructor of one of our own models, but for what the data say and what the model has no use for."""
     parameters = inspect.signature(OWN_MODELS[name], eval_str=True).parameters
-    return node_from_parameters(
-        name,
-        parameters,
-        Model,
-        leave_out=("vocab_size", "num_classes", "sample_rate", "encoding", "padding_id", "device", "dtype"),
-    )
+    of_data = ("vocab_size", "num_classes", "sample_rate", "encoding", "padding_id", "mean", "std", "device", "dtype")
+    of_others = (option for option, names in OPTIONS_OF.items() if name not in names)
+    base = DetectorModel if name in DETECTORS else Model
+    return node_from_parameters(name, parameters, base, leave_out=(*of_data, *of_others))
 
 
 @functools.cache
@@ -621,13 +701,10 @@ def resolved_yaml(config: Config) -> str:
     """The config as YAML, complete: reading it gives the same run."""
     tree = config.model_dump(mode="json", serialize_as_any=True)
     # what a model's config leaves open is decided by timm under that name, and not by None
-    tree["model"] = {
-        key: value
-        for key, value in tree["model"].items()
-        if key in Backbone.model_fields or key in config.model.given()
-    }
+    always = (Backbone if isinstance(config.model, Backbone) else Model).model_fields
+    tree["model"] = {key: value for key, value in tree["model"].items() if key in always or key in config.model.given()}
     # a default that was not given may be none that goes with the others
-    for group in ("generation", "decoding"):
+    for group in ("generation", "decoding", "scoring"):
         node = getattr(config, group)
         del tree[group]
         if node is not None:

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.data import Dataset
 
+from relpos2d.backbones.resize import by, set_image_size
 from train.checkpoint import replace_text
 from train.config import TASKS, Config, Encoding, load_config
 from train.data.description import Description, SpeechDescription, check_same_tokenizer
@@ -19,9 +20,8 @@ from train.data.images import Example, Images
 from train.data.recordings import UNUSABLE
 from train.data.texts import LabelledTexts, PairRows, PairTexts, Rows
 from train.loop import create_accelerator
-from train.resize import by, set_image_size
 from train.restore import Restored, find_checkpoint, restore, without_pretrained
-from train.run_folder import CONFIG, METRICS
+from train.run_folder import CONFIG, METRICS, records_text
 from train.schema import nearest
 from train.tasks import create_task
 from train.tool import check_free, create_parser, parse_size, run_command, run_tool, written_aside
@@ -33,6 +33,9 @@ FOR_TASKS = {
     "length": ("text_classification", "language_modeling"),
 }
 OWN_KEYS = ("image_size", "permute_tokens", "length", "output")
+MODEL_KEYS = tuple(  # of detectors, which make no other weights
+    f"model.{key}" for key in ("min_size", "max_size", "score_threshold", "nms_threshold", "detections_per_image")
+)
 TRAINER_KEYS = tuple(
     f"trainer.{key}" for key in ("batch_size", "num_workers", "num_threads", "device", "mixed_precision")
 )
@@ -87,7 +90,7 @@ def evaluate(given: argparse.Namespace) -> int:
         if output is not None:
             with written_aside(output) as aside:
                 aside.mkdir()
-                replace_text(aside / task.records_name, "".join(json.dumps(record) + "\n" for record in records))
+                replace_text(aside / task.records_name, records_text(task.records_name, records))
                 replace_text(aside / METRICS, json.dumps({**metrics, **about}, indent=2) + "\n")
         print(json.dumps({**metrics, **about}) if given.json else as_text(metrics, about))
     accelerator.end_training()
@@ -98,6 +101,8 @@ def adapt(task: Any, restored: Restored, own: Mapping[str, str]) -> dict[str, An
     """Lets a task see its data as the model was trained to; returns what is to be told of it."""
     if restored.config.task == "classify":
         return adapt_images(task, restored, own)
+    if restored.config.task == "detect":
+        return task.as_trained(restored.description)
     return adapt_texts(task, restored, own) if restored.is_text else adapt_recordings(task, restored)
 
 
@@ -196,14 +201,14 @@ def take_own(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             raise ValueError(f"{key}: given twice on the command line")
         if key in OWN_KEYS:
             own[key] = value
-        elif key.split(".")[0] in ("data", "encoding", "decoding") or key in TRAINER_KEYS:
+        elif key.split(".")[0] in ("data", "encoding", "decoding", "scoring") or key in (*TRAINER_KEYS, *MODEL_KEYS):
             overrides.append(argument)
         else:
-            wanted = nearest(key, [*OWN_KEYS, *TRAINER_KEYS, "data", "encoding", "decoding"])
+            wanted = nearest(key, [*OWN_KEYS, *TRAINER_KEYS, *MODEL_KEYS, "data", "encoding", "decoding", "scoring"])
             raise ValueError(
                 f"{argument!r}: evaluation does not depend on it, or it would be another model; "
                 + (f"did you mean {wanted}? " if wanted else "")
-                + f"Allowed: data, encoding, decoding and their keys, {', '.join((*TRAINER_KEYS, *OWN_KEYS))}"
+                + f"Allowed: data, encoding, decoding, scoring and their keys, {', '.join((*TRAINER_KEYS, *MODEL_KEYS, *OWN_KEYS))}"
             )
     return overrides, own
 
@@ -336,6 +341,8 @@ def as_text(metrics: dict[str, Any], about: dict[str, Any]) -> str:
     """A line a number, below what it was measured on."""
     if "sample_rate" in about:
         seen = f"{about['sample_rate']} Hz"
+    elif "known_classes" in about:
+        seen = f"{about['num_classes']} of the {about['known_classes']} classes of the model"
     elif "length" in about:
         seen = f"{about['length']} tokens at once"
     else:

@@ -19,7 +19,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from train.checkpoint import Checkpoint, last_checkpoint, replace_text, save_checkpoint
 from train.config import Config
-from train.data.stream import CountedDraws, Draws, TimedDraws, TrainingBatches
+from train.data.stream import AspectDraws, CountedDraws, Draws, TimedDraws, TrainingBatches
 from train.distribute import mean_over_processes
 from train.learner import Learner
 from train.report import Progress
@@ -178,6 +178,10 @@ def create_draws(config: Config, task: Task, accelerator: Accelerator, checkpoin
     if config.trainer.batch_seconds is not None:
         durations = task.train_data.durations  # type: ignore[attr-defined]  # of recordings alone, says the config
         return TimedDraws(durations, config.trainer.batch_seconds, **options)
+    ratios = getattr(task.train_data, "aspect_ratios", None)
+    num_groups = 3 if config.trainer.aspect_groups is None else config.trainer.aspect_groups
+    if ratios is not None and num_groups:
+        return AspectDraws(ratios, num_groups, **options)
     draws = CountedDraws(num_examples, **options)
     if config.loss.mixes and draws.part_size % 2:
         raise ValueError(

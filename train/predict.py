@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torchvision.transforms import v2
 
+from relpos2d.backbones.resize import set_image_size
 from train import predict_text
 from train.data.images import ImageData, image_files, read_image
 from train.predict_text import DEFAULT_TOP, as_json, as_text, top
-from train.resize import set_image_size
 from train.restore import Restored, restore, to_device
 from train.tool import create_parser, parse_size, positive, run_command, run_tool
 

@@ -22,6 +22,9 @@ from torch import nn
 from relpos2d import Encoding
 from relpos2d.tools.plot import plot_maps
 
+#: numbers of an evaluation that are in the history, and not in its line in the terminal
+UNSAID = ("_loss", "_standard_error", "_low", "_high", "_small", "_medium", "_large")
+
 INK, ACCENT, FAINT, WRONG = "#222222", "#1f5fbf", "#b8c4d6", "#c03028"
 
 
@@ -68,11 +71,7 @@ class Progress:
         names = (
             "loss",
             "test_loss",
-            *(
-                key
-                for key in line
-                if key.startswith("test_") and not key.endswith(("_loss", "_standard_error", "_low", "_high"))
-            ),
+            *(key for key in line if key.startswith("test_") and not key.endswith(UNSAID) and "_AR_" not in key),
         )
         numbers = "  ".join(f"{name.replace('_', ' ')} {line[name]:.4f}" for name in names if name in line)
         self.console.print(

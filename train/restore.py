@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from torch import nn
 
 from train.checkpoint import last_checkpoint, load_weights, misfits, read_state
-from train.config import Backbone, Config, load_config
-from train.data.description import TextDescription, read_description, read_tokenizer
+from train.config import Backbone, Config, DetectorModel, load_config
+from train.data.description import TextDescription, TokenDescription, read_description, read_tokenizer
 from train.run_folder import CHECKPOINTS, CONFIG
 from train.tasks.classify import create_backbone
 from train.tasks.texts import create_text_model
@@ -60,7 +60,8 @@ def restore(checkpoint: str | Path, which: Weights = "auto", config: Config | No
     folder, found = find_checkpoint(Path(checkpoint))
     config = config or load_config(str(folder / CONFIG))
     description = read_description(folder, config.task)
-    tokenizer = None if config.task == "classify" else read_tokenizer(folder, description)
+    has_tokenizer = isinstance(description, TokenDescription)
+    tokenizer = read_tokenizer(folder, description) if has_tokenizer else None
     model: nn.Module = model_maker(config.task)(without_pretrained(config), description)
     try:
         weights = load_weights(found, which)
@@ -77,6 +78,10 @@ def model_maker(task: str) -> Callable[[Config, Any], nn.Module]:
     match task:
         case "classify":
             return create_backbone
+        case "detect":
+            from train.tasks.detect import create_detection_model
+
+            return create_detection_model
         case "speech_recognition":
             from train.tasks.speech_recognition import create_speech_model
 
@@ -111,9 +116,13 @@ def find_checkpoint(path: Path) -> tuple[Path, Path]:
 
 def without_pretrained(config: Config) -> Config:
     """The same config for a model whose weights come from a checkpoint: nothing is fetched for it."""
-    if not isinstance(config.model, Backbone):
+    if isinstance(config.model, Backbone):
+        update = {"pretrained": False}
+    elif isinstance(config.model, DetectorModel):
+        update = {"load_pretrained": False}
+    else:
         return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"pretrained": False})})
+    return config.model_copy(update={"model": config.model.model_copy(update=update)})
 
 
 def load_strictly(model: nn.Module, weights: dict[str, torch.Tensor], checkpoint: Path, config: Config) -> None:

@@ -60,6 +60,9 @@ WRITTEN = (
     TOKENIZER,
     HISTORY,
     "predictions.jsonl",
+    "detections.json",
+    "annotations.json",
+    "detections.png",
     "alignment.png",
     "windows.jsonl",
     "generated.jsonl",
@@ -286,6 +289,14 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {
         path: leaf for key, value in items for path, leaf in flat(value, f"{prefix}.{key}" if prefix else key).items()
     }
+
+
+def records_text(name: str, records: list[dict[str, Any]]) -> str:
+    """Records as the file of that name has them: a line of JSON each, or, in a .json, one array that COCO's tools read."""
+    lines = [json.dumps(record) for record in records]
+    if name.endswith(".json"):
+        return "[" + ",\n".join(lines) + "]\n"
+    return "".join(line + "\n" for line in lines)
 
 
 def clear_run(folder: Path) -> None:

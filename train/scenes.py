@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from torch import nn
 from torch.nn import functional as F
 
+from relpos2d.backbones.resize import set_image_size
 from train.compare import group_runs, table
 from train.config import Config
 from train.data.digits import DigitScenes, SceneDataset
 from train.data.images import Images
 from train.data.stream import evaluation_batches
 from train.evaluate import PermutedPatches, changed_config
-from train.resize import set_image_size
 from train.restore import Restored, find_checkpoint, restore
 from train.run_folder import CONFIG
 from train.tool import run_command, run_tool

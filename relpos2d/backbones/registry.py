@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from timm.layers import Format
 from timm.models import (
     FeatureDictNet,
+    FeatureListNet,
     generate_default_cfgs,
+    is_model,
     load_pretrained,
     load_state_dict,
     model_entrypoint,
+    parse_model_name,
     register_model,
 )
 from timm.models._features import FeatureGetterNet
 from timm.models._registry import get_arch_pretrained_cfgs
-from torch import nn
+from torch import Tensor, nn
 
-from relpos2d.backbones.host import Spec, check_sizes
+from relpos2d.backbones.host import Spec, check_sizes, exchange_class
 from relpos2d.backbones.swap import options_of, swap
 
 #: registered name -> timm's model, and the encoding that leaves it as it is
@@ -73,6 +78,9 @@ def _build(
         check_sizes(f"{name}: {size}", kwargs.get(size))
     known = options_of(encoding)
     options = {key: kwargs.pop(key) for key in list(kwargs) if key in known or key in SWAP_OPTIONS}
+    takes_any_size = kwargs.get("features_only") and not kwargs.keys() & {"strict_img_size", "dynamic_img_size"}
+    if takes_any_size:
+        kwargs["dynamic_img_size"] = True
 
     cfg = {"pretrained_cfg": pretrained_cfg, "pretrained_cfg_overlay": pretrained_cfg_overlay, "cache_dir": cache_dir}
     origin = {**_as_dict(pretrained_cfg), **(pretrained_cfg_overlay or {})}
@@ -88,6 +96,12 @@ def _build(
             pretrained=pretrained and not ours, pretrained_model_args=pretrained_model_args, **cfg, **kwargs
         )
         model = swap(model, encoding, **options)
+        if takes_any_size:
+            host: Any = model.model if isinstance(model, FeatureGetterNet) else model
+            host.patch_embed.dynamic_img_pad = True
+        if type(model) in CHANNELS_FIRST and model.output_fmt == Format.NHWC:
+            exchange_class(model, CHANNELS_FIRST[type(model)])
+            model.output_fmt = Format.NCHW
         model.pretrained_cfg["architecture"] = name
         if ours:
             _load_ours(model, in_chans=kwargs.get("in_chans", 3), cache_dir=cache_dir)
@@ -110,11 +124,68 @@ def _build(
     return model
 
 
+class ChannelsFirstDict(FeatureDictNet):
+    """timm's FeatureDictNet around a model with channels last: what makes (B, C, H, W) of its maps, as libraries want them."""
+
+    def _collect(self, x: Tensor) -> dict[str, Tensor]:
+        return OrderedDict((name, y.permute(0, 3, 1, 2).contiguous()) for name, y in super()._collect(x).items())
+
+
+class ChannelsFirstList(ChannelsFirstDict, FeatureListNet):
+    """timm's FeatureListNet around a model with channels last; see ChannelsFirstDict."""
+
+
+CHANNELS_FIRST: dict[type, type] = {FeatureDictNet: ChannelsFirstDict, FeatureListNet: ChannelsFirstList}
+
+
+def register_backbone(name: str, model: str, **options: Any) -> None:
+    """Register one of our models with its options under another name in timm, for libraries that hand on nothing but a name.
+
+    A saved configuration of such a library holds the name alone: whoever loads it registers the same first.
+
+        register_backbone("swin_tiny_rope", "relpos2d_swin_tiny_patch4_window7_224", encoding="rope_mixed", theta=10.0)
+        DetrConfig(backbone_config=TimmBackboneConfig(backbone="swin_tiny_rope", out_indices=[3]))
+
+    Args:
+        name: the new name, without a dot, which begins a tag of weights.
+        model: one of `SOURCES`.
+        **options: arguments of that model; what is given to timm.create_model beside the name comes before them.
+
+    Raises:
+        ValueError: a name that timm has, or has with other options, a model that is none of ours.
+    """
+    if model not in SOURCES:
+        close = difflib.get_close_matches(model, SOURCES, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"register_backbone: model={model!r} must be one of {', '.join(SOURCES)}{hint}")
+    if not name or "." in name or parse_model_name(name)[0] is not None:
+        raise ValueError(f"register_backbone: name={name!r} must be a name of timm, without a tag or a source")
+    given = (model, options)
+    if name in _registered and _registered[name] == given:
+        return
+    if is_model(name):
+        was = f"it is {_registered[name][0]} with {_registered[name][1]}" if name in _registered else "timm has it"
+        raise ValueError(f"register_backbone: name={name!r} is taken: {was}")
+    _registered[name] = given
+
+    def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
+        return _build(model, pretrained, **{**options, **kwargs})
+
+    create.__name__ = create.__qualname__ = name
+    create.__module__ = __name__
+    create.__doc__ = f"{model} with {options}."
+    register_model(create)
+    __all__.remove(name)  # where timm has put it
+
+
+_registered: dict[str, tuple[str, dict[str, Any]]] = {}
+
+
 def _load_ours(model: Any, in_chans: int, cache_dir: Any) -> None:
     """Load the weights of a swapped model into one, or into a feature extractor made from one."""
     target: Any = model.model if isinstance(model, FeatureGetterNet) else model
     if isinstance(model, FeatureGetterNet | FeatureDictNet):
-        num_classes, select = 0, _of_feature_extractor
+        num_classes, select = 0, feature_weights
     else:
         num_classes, select = target.num_classes, None
     load_pretrained(
@@ -127,11 +198,18 @@ def _load_ours(model: Any, in_chans: int, cache_dir: Any) -> None:
     )
 
 
-def _of_feature_extractor(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+def feature_weights(weights: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Those of a whole model that a feature extractor has, by its names: layers.0.* are layers_0.* there."""
-    flat = isinstance(model, FeatureDictNet)
-    named = {re.sub(r"^layers\.(\d+)\.", r"layers_\1.", key) if flat else key: w for key, w in weights.items()}
-    return {key: named[key] for key in model.state_dict() if key in named}
+    children = {name for name, child in model.named_children() if child.state_dict()}
+    chosen = {}
+    for key, weight in weights.items():
+        first, dot, rest = key.partition(".")
+        second, _, last = rest.partition(".")
+        if first not in children and f"{first}_{second}" in children:  # timm takes sequences apart
+            key, first = f"{first}_{second}.{last}", f"{first}_{second}"
+        if first in children or (not dot and hasattr(model, first)):
+            chosen[key] = weight
+    return chosen
 
 
 def _as_dict(pretrained_cfg: Any) -> dict[str, Any]:
@@ -193,4 +271,4 @@ def _entry_point(name: str) -> Callable[..., nn.Module]:
 for _name in SOURCES:
     globals()[_name] = register_model(_entry_point(_name))
 
-__all__ = ["SOURCES", *SOURCES]
+__all__ = ["SOURCES", "register_backbone", *SOURCES]

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
 from timm.layers import PatchEmbed, to_2tuple
-from timm.models import FeatureDictNet
-from timm.models.swin_transformer import SwinTransformer, SwinTransformerBlock, WindowAttention, window_partition
+from timm.models import FeatureDictNet, checkpoint
+from timm.models.swin_transformer import (
+    SwinTransformer,
+    SwinTransformerBlock,
+    SwinTransformerStage,
+    WindowAttention,
+    window_partition,
+)
 from torch import Tensor, nn
 
 from relpos2d.attention import attend
@@ -86,36 +94,98 @@ class BlockHost(Host):
     shift_size: tuple[int, int]
     attn: Any
 
-    def _attn(self, x: Tensor) -> Tensor:
+    def _attn(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Attention within windows of (B, H, W, C); valid: bool (B, H, W), the tokens that are no padding of the batch.
+
+        timm shifts the tokens and then pads them to whole windows. Where padding is hidden it comes first, as in the detectors of
+        Swin's authors: then which tokens meet does not depend on how far the grid reaches.
+        """
         B, H, W, C = x.shape
-        (window_h, window_w), shift = self.window_size, self.shift_size
+        (window_h, window_w), (shift_h, shift_w) = self.window_size, self.shift_size
         pad_h, pad_w = -H % window_h, -W % window_w
-        if not self.mask_padding or not (pad_h or pad_w):
+        if valid is None and not (self.mask_padding and (pad_h or pad_w)):
             return super()._attn(x)  # type: ignore[misc]
-        shifted = torch.roll(x, shifts=(-shift[0], -shift[1]), dims=(1, 2))
-        shifted = nn.functional.pad(shifted, (0, 0, 0, pad_w, 0, pad_h))
+        shifted = nn.functional.pad(x, (0, 0, 0, pad_w, 0, pad_h)).roll((-shift_h, -shift_w), dims=(1, 2))
         windows = window_partition(shifted, self.window_size).flatten(1, 2)
-        out = self.attn(windows, mask=self._region_mask(H, W, x.device))
+        if valid is None:
+            valid = torch.ones(1, H, W, dtype=torch.bool, device=x.device)
+        out = self.attn(windows, mask=self._region_mask(nn.functional.pad(valid, (0, pad_w, 0, pad_h))))
         rows, columns = (H + pad_h) // window_h, (W + pad_w) // window_w
         out = out.reshape(B, rows, columns, window_h, window_w, C).transpose(2, 3).reshape(B, H + pad_h, W + pad_w, C)
-        return torch.roll(out[:, :H, :W], shifts=tuple(shift), dims=(1, 2))
+        return out.roll((shift_h, shift_w), dims=(1, 2))[:, :H, :W]
 
-    def _region_mask(self, height: int, width: int, device: torch.device) -> Tensor:
-        """(windows, tokens, tokens), True where both belong to the same region: on the same side of the seam that the shift
-        makes, and not padding."""
-        sides = []
-        for size, window, shift in zip((height, width), self.window_size, self.shift_size, strict=True):
-            place = torch.arange(-(-size // window) * window, device=device)
-            # an image smaller than the shift goes round more than once
-            sides.append(torch.where(place >= size, 2, (place >= size - shift % size).long()))
-        region = sides[0][:, None] * 3 + sides[1][None, :]
-        region = torch.where((sides[0][:, None] == 2) | (sides[1][None, :] == 2), -1, region)
-        region = window_partition(region[None, :, :, None], self.window_size).flatten(1)
+    def _region_mask(self, valid: Tensor) -> Tensor:
+        """(B * windows, tokens, tokens), True where the second is no padding and both lie on the same side of the seam that the
+        shift makes; valid: (B, H, W) of whole windows."""
+        shift_h, shift_w = self.shift_size
+        valid = valid.roll((-shift_h, -shift_w), dims=(1, 2))
+        below, right = (
+            torch.arange(size, device=valid.device) >= size - shift
+            for size, shift in zip(valid.shape[1:], self.shift_size, strict=True)
+        )
+        region = torch.where(valid, below[:, None] * 2 + right, -1)
+        region = window_partition(region[..., None], self.window_size).flatten(1)
         return (region[:, :, None] == region[:, None, :]) & (region[:, None, :] >= 0)
+
+
+class StageHost(Host):
+    """What a swapped Swin stage of either version does: it keeps the padding of a batch away from the tokens of each image.
+
+    `hidden_padding` tells it for one forward pass what is padding; it hands that on to its blocks, outside their checkpoints.
+    """
+
+    valid: Tensor | None = None  # (B, H, W), of the tokens that come in
+
+    # timm's
+    downsample: Any
+    blocks: Any
+    grad_checkpointing: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        valid = self.valid
+        if valid is None:
+            return super().forward(x)
+        x = self.downsample(x.masked_fill(~valid.unsqueeze(-1), 0.0))
+        if not isinstance(self.downsample, nn.Identity):
+            valid = valid[:, ::2, ::2]  # images lie in the upper left corner
+        for block in self.blocks:
+            x = checkpoint(block, x, valid) if self.grad_checkpointing and torch.is_grad_enabled() else block(x, valid)
+        return x
+
+
+@contextmanager
+def hidden_padding(model: nn.Module, valid: Tensor | None) -> Iterator[None]:
+    """Within it a swapped Swin, or a feature extractor made from one, hides the padding of its batch from every image.
+
+    Args:
+        model: with `patch_embed` and the stages in their order.
+        valid: bool (B, H, W), the pixels that are no padding, an upper left rectangle of each image; None hides nothing.
+    """
+    stages = [module for module in model.modules() if isinstance(module, StageHost)]
+    if valid is not None and stages:
+        step_y, step_x = model.patch_embed.patch_size  # type: ignore[union-attr, misc]
+        tokens = valid[:, ::step_y, ::step_x]
+        for stage in stages:
+            stage.valid = tokens
+            if not isinstance(stage.downsample, nn.Identity):
+                tokens = tokens[:, ::2, ::2]
+    try:
+        yield
+    finally:
+        for stage in stages:
+            stage.valid = None
 
 
 class RelPosSwinTransformerBlock(BlockHost, SwinTransformerBlock):
     """timm's SwinTransformerBlock around a swapped attention."""
+
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        x = x + self.drop_path1(self._attn(self.norm1(x), valid))
+        return x + self.drop_path2(self.mlp(self.norm2(x)))
+
+
+class RelPosSwinTransformerStage(StageHost, SwinTransformerStage):
+    """timm's SwinTransformerStage around swapped blocks."""
 
 
 class RelPosSwinTransformer(HostModel, SwinTransformer):
@@ -146,6 +216,7 @@ class SwinFamily:
     # timm's class and ours
     attention: ClassVar[tuple[type[nn.Module], type[Host]]] = (WindowAttention, RelPosWindowAttention)
     block: ClassVar[tuple[type[nn.Module], type[Host]]] = (SwinTransformerBlock, RelPosSwinTransformerBlock)
+    stage: ClassVar[tuple[type[nn.Module], type[Host]]] = (SwinTransformerStage, RelPosSwinTransformerStage)
     model: ClassVar[tuple[type[nn.Module], type[HostModel]]] = (SwinTransformer, RelPosSwinTransformer)
 
     @classmethod
@@ -204,6 +275,8 @@ class SwinFamily:
             exchange_class(attention, cls.attention[1])
             exchange_class(block, cls.block[1])
             block.mask_padding = mask_padding
+        for stage in [module for module in model.modules() if type(module) in cls.stage]:
+            exchange_class(stage, cls.stage[1])
         embed = model.patch_embed
         if embedding is not None:
             embed.encoding = embedding.train(embed.training)

@@ -6,12 +6,17 @@ import math
 from typing import Any, ClassVar
 
 import torch
-from timm.models.swin_transformer_v2 import SwinTransformerV2, SwinTransformerV2Block, WindowAttention
+from timm.models.swin_transformer_v2 import (
+    SwinTransformerV2,
+    SwinTransformerV2Block,
+    SwinTransformerV2Stage,
+    WindowAttention,
+)
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from relpos2d.backbones.host import Host, HostModel, Spec, with_default
-from relpos2d.backbones.swin import BlockHost, SwinFamily, WindowHost
+from relpos2d.backbones.swin import BlockHost, StageHost, SwinFamily, WindowHost
 
 
 class RelPosWindowAttentionV2(WindowHost, WindowAttention):
@@ -30,8 +35,8 @@ class RelPosWindowAttentionV2(WindowHost, WindowAttention):
         if self.q_bias is None:
             qkv = self.qkv(x)
         else:
-            assert self.k_bias is not None
-            bias = torch.cat((self.q_bias, self.k_bias, self.v_bias))
+            # not timm's buffer k_bias, which holds anything where transformers has loaded a model by way of the meta device
+            bias = torch.cat((self.q_bias, torch.zeros_like(self.v_bias), self.v_bias))
             qkv = self.qkv(x) + bias if self.qkv_bias_separate else F.linear(x, self.qkv.weight, bias)
         q, k, v = qkv.reshape(B, N, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
         temperature = self.logit_scale.clamp(max=math.log(1.0 / 0.01)).exp()
@@ -52,6 +57,14 @@ def _unit(x: Tensor) -> Tensor:
 class RelPosSwinTransformerV2Block(BlockHost, SwinTransformerV2Block):
     """timm's SwinTransformerV2Block around a swapped attention."""
 
+    def forward(self, x: Tensor, valid: Tensor | None = None) -> Tensor:
+        x = x + self.drop_path1(self.norm1(self._attn(x, valid)))
+        return x + self.drop_path2(self.norm2(self.mlp(x)))
+
+
+class RelPosSwinTransformerV2Stage(StageHost, SwinTransformerV2Stage):
+    """timm's SwinTransformerV2Stage around swapped blocks."""
+
 
 class RelPosSwinTransformerV2(HostModel, SwinTransformerV2):
     """A swapped SwinTransformerV2."""
@@ -64,6 +77,7 @@ class SwinV2Family(SwinFamily):
     description = "swinv2_* (SwinTransformerV2)"
     attention: ClassVar[tuple[type[nn.Module], type[Host]]] = (WindowAttention, RelPosWindowAttentionV2)
     block: ClassVar[tuple[type[nn.Module], type[Host]]] = (SwinTransformerV2Block, RelPosSwinTransformerV2Block)
+    stage: ClassVar[tuple[type[nn.Module], type[Host]]] = (SwinTransformerV2Stage, RelPosSwinTransformerV2Stage)
     model: ClassVar[tuple[type[nn.Module], type[HostModel]]] = (SwinTransformerV2, RelPosSwinTransformerV2)
 
     @classmethod

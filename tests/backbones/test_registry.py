@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import timm
 import torch
+from timm.layers import Format
 from timm.models import group_parameters
 from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.optim import param_groups_layer_decay, param_groups_weight_decay
 from torch import Tensor, nn
 
 import relpos2d
-from relpos2d.backbones.registry import SOURCES
+from relpos2d.backbones.registry import SOURCES, register_backbone
 from tests.backbones.builders import SMALL, draw, images
 from tests.oracles import gradients
+from tests.refusals import refuses
 from tests.tolerances import assert_close
 
 NAMES = list(SOURCES)
@@ -154,18 +156,78 @@ def test_features_only_as_timm(name: str, index: int) -> None:
     draw(model, 1)
     assert model.feature_info.channels() == plain.feature_info.channels()
     assert model.feature_info.reduction() == plain.feature_info.reduction()
-    assert model.output_fmt == plain.output_fmt
+    assert model.output_fmt == Format.NCHW
     assert model.swap_report.num_attentions == (2 if is_vit(name) else 6)
     assert model.swap_report.same_function == (index == 0 or encoding_of(name, index) == "learned")
     model.load_state_dict(plain.state_dict())
     with torch.no_grad():
         mine, theirs = model.eval()(image()), plain.eval()(image())
+    if plain.output_fmt == Format.NHWC:
+        theirs = [t.permute(0, 3, 1, 2) for t in theirs]
     assert [m.shape for m in mine] == [t.shape for t in theirs]
     if model.swap_report.same_function:
         for m, t in zip(mine, theirs, strict=True):
             assert_close(m / t.std(), t / t.std())
     else:
         assert (mine[-1] - theirs[-1]).abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if "tiny" in name])
+def test_features_of_images_of_any_size(name: str) -> None:
+    """Without an option: those of a model made for the size, an image that is not of whole patches filled up with zeros."""
+    own, patch = ({"pos_embed": "none"}, 16) if is_vit(name) else ({"window_size": 4}, 4)
+    options = {**SMALL[family(name)][1], **own, "features_only": True, "out_indices": (0, 1)}
+    model = timm.create_model(name, encoding="rope_mixed", **options)
+    draw(model, 1)
+    model.eval()
+    for height, width in ((96, 160), (61, 90)):
+        image = images(height, width, batch=1)
+        whole = nn.functional.pad(image, (0, -width % patch, 0, -height % patch))
+        fixed = timm.create_model(
+            name, encoding="rope_mixed", img_size=whole.shape[2:], dynamic_img_size=False, **options
+        )
+        fixed.load_state_dict(model.state_dict())
+        for mine, theirs in zip(model(image), fixed.eval()(whole), strict=True):
+            assert_close(mine, theirs)
+    with pytest.raises(AssertionError, match="doesn't match model"):
+        fixed(image)
+
+
+def test_feature_dict_is_channels_first() -> None:
+    options = {**SMALL["swin"][1], "img_size": 64, "features_only": True, "out_indices": (1, 2)}
+    name = "relpos2d_swin_tiny_patch4_window7_224"
+    as_dict = timm.create_model(name, feature_cls="dict", **options).eval()
+    as_list = timm.create_model(name, **options).eval()
+    as_list.load_state_dict(as_dict.state_dict())
+    maps = as_dict(images(64, 64))
+    assert [m.shape[1:] for m in maps.values()] == [(48, 8, 8), (96, 4, 4)]
+    for mine, theirs in zip(maps.values(), as_list(images(64, 64)), strict=True):
+        assert torch.equal(mine, theirs)
+    assert type(pickle.loads(pickle.dumps(as_dict))) is type(copy.deepcopy(as_dict)) is type(as_dict)
+
+
+def test_a_name_of_its_own() -> None:
+    """For libraries that hand on nothing but a name."""
+    source, options = "relpos2d_vit_tiny_patch16_224", SMALL["vit"][1]
+    register_backbone("registry_vit_rope", source, encoding="rope_mixed", theta=4.0, num_classes=3, **options)
+    register_backbone("registry_vit_rope", source, encoding="rope_mixed", theta=4.0, num_classes=3, **options)
+    assert timm.is_model("registry_vit_rope")
+    model = timm.create_model("registry_vit_rope")
+    assert model.blocks[1].attn.encoding.name == "rope_mixed"
+    assert model.blocks[1].attn.encoding.theta == 4.0
+    assert model.pretrained_cfg["architecture"] == source
+    assert timm.create_model("registry_vit_rope", num_classes=7).head.out_features == 7
+    assert "registry_vit_rope" not in relpos2d.backbones.registry.__all__
+    with refuses(r"register_backbone: model='relpos2d_vit_tyny_.*did you mean 'relpos2d_vit_tiny_patch16_224'"):
+        register_backbone("registry_vit_other", "relpos2d_vit_tyny_patch16_224")
+    with refuses(r"'registry_vit_rope' is taken: it is relpos2d_vit_tiny_patch16_224 with \{'encoding': 'rope_mixed'"):
+        register_backbone("registry_vit_rope", source, encoding="table")
+    with refuses("name='resnet18' is taken: timm has it"):
+        register_backbone("resnet18", source)
+    for name in ("", "registry_vit.tag", "hf-hub:a/b", "a/b"):
+        with refuses("register_backbone: name=|Model name"):
+            register_backbone(name, source)
+    assert not timm.is_model("registry_vit_other")
 
 
 @pytest.mark.parametrize(("name", "index"), CASES)
@@ -330,4 +392,4 @@ def test_bad_input_is_refused_at_the_door(name: str, options: dict[str, Any], me
 
 
 def test_importing_the_library_registers_the_models() -> None:
-    assert set(relpos2d.backbones.registry.__all__) == {"SOURCES", *NAMES}
+    assert set(relpos2d.backbones.registry.__all__) == {"SOURCES", "register_backbone", *NAMES}

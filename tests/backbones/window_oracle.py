@@ -38,8 +38,9 @@ def project(attention: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor, float]:
 def window_attention(block: Any, x: Tensor) -> Tensor:
     """What block._attn should give for one image (height, width, channels) if padding is invisible.
 
-    A token at row r stands, after the shift, at r - shift; rows above 0 come round from the other side. Two tokens meet
-    if they are in the same window and neither or both have come round.
+    The image lies in the upper left corner of as many whole windows as it takes. A token at row r stands, after the shift, at
+    r - shift; rows above 0 come round from the other side of those windows. Two tokens meet if they are in the same window and
+    neither or both have come round.
     """
     height, width, _ = x.shape
     attention, encoding = block.attn, block.attn.encoding
@@ -52,7 +53,7 @@ def window_attention(block: Any, x: Tensor) -> Tensor:
         return numbers[dy, dx]
 
     def place(index: int, size: int, window: int, shift: int) -> tuple[int, int, int]:
-        turns, shifted = divmod(index - shift, size)
+        turns, shifted = divmod(index - shift, math.ceil(size / window) * window)
         return turns, shifted // window, shifted
 
     rows = [place(r, height, block.window_size[0], block.shift_size[0]) for r in range(height)]

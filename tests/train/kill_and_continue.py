@@ -1,6 +1,6 @@
-"""Runs a training command, kills it at random moments, and starts it again until it ends by itself.
+"""Runs training commands one after the other, kills each at random moments, and starts it again until it ends by itself.
 
-    python tests/train/kill_and_continue.py NUM_KILLS SEED CONFIG key=value ...
+    python tests/train/kill_and_continue.py NUM_KILLS SEED CONFIG key=value ... [-- NUM_KILLS SEED CONFIG key=value ...]
 
 Each attempt is a fork of this process, which has imported everything: a start then takes no time. Moments are drawn so that a
 share of them lies inside a save. Prints one line an attempt: how it ended, and where it was killed.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.train.launch import fork_training
+from tests.train.launch import commands, fork_training
 from train import checkpoint
 
 
@@ -65,9 +65,8 @@ def attempt(arguments: list[str], kill: Callable[[], None] = lambda: None) -> in
     return os.waitstatus_to_exitcode(os.waitpid(fork_training(arguments, kill), 0)[1])
 
 
-def main() -> int:
-    num_kills, rng, arguments = int(sys.argv[1]), random.Random(int(sys.argv[2])), sys.argv[3:]
-    kills = 0
+def kill_and_continue(num_kills: int, seed: int, arguments: list[str]) -> int:
+    rng, kills = random.Random(seed), 0
     while kills < num_kills:
         kill = killed_in_a_save if rng.random() < 0.4 else killed_at_any_time
         end = attempt(arguments, partial(kill, random.Random(rng.random())))
@@ -82,4 +81,6 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    for num_kills, seed, *arguments in commands(sys.argv[1:]):
+        if code := kill_and_continue(int(num_kills), int(seed), arguments):
+            sys.exit(code)

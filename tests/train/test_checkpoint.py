@@ -2,10 +2,9 @@
 
 import json
 import os
+import resource
 import signal
-import subprocess
-import sys
-import textwrap
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.train.forks import in_a_fork
 from train import checkpoint
 from train.checkpoint import (
     Checkpoint,
@@ -111,29 +111,23 @@ def test_m6_a_failed_save_leaves_the_last_checkpoint(
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
 
 
-def in_a_process(script: str, *arguments: object) -> list[str]:
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
-
-
 def test_m6_a_file_that_may_not_grow_is_like_a_full_disk(tmp_path: Path) -> None:
     """The system itself refuses to write: at different places, whichever file meets the limit first."""
     save(tmp_path, 1)
-    script = """
-        import resource, sys, torch
-        from pathlib import Path
-        from train.checkpoint import Checkpoint, CheckpointError, save_checkpoint
+
+    def save_within_limits() -> str:
+        errors = []
         for size, limit in ((100_000, 65_536), (10, 2_048), (10, 100)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             many = {str(i): torch.zeros(3) for i in range(50)}
-            try:
-                save_checkpoint(Path(sys.argv[1]), Checkpoint(2, {"model": {"w": torch.zeros(size)}}, many, {}))
-            except CheckpointError as error:
-                print(error)
-    """
-    lines = in_a_process(script, tmp_path)
+            with pytest.raises(CheckpointError) as caught:
+                save_checkpoint(tmp_path, Checkpoint(2, {"model": {"w": torch.zeros(size)}}, many, {}))
+            errors.append(str(caught.value))
+        return "\n".join(errors)
+
+    code, said = in_a_fork(save_within_limits)
+    assert code == 0
+    lines = said.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("the checkpoint of step 2 could not be written into ") for line in lines)
     assert all(line.endswith("the last one there is step_1") for line in lines)
@@ -154,31 +148,20 @@ def test_m6_killed_while_saving(tmp_path: Path) -> None:
     places = range(8)
     for place in places:
         save(tmp_path / str(place), 1, value=1.0)
-    script = f"""
-        import os, signal, sys, torch
-        from pathlib import Path
-        from train import checkpoint
+    flush, calls = checkpoint.flush, []
 
-        flush, calls = checkpoint.flush, []
+    def save_and_die(place: int) -> str:
+        def dying_flush(path: Path) -> None:
+            flush(path)
+            calls.append(path)
+            if len(calls) > place:
+                os.kill(os.getpid(), signal.SIGKILL)
 
-        def save_and_die(place):
-            def dying_flush(path):
-                flush(path)
-                calls.append(path)
-                if len(calls) > place:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            checkpoint.flush = dying_flush
-            weights = {{"model": {{"weight": torch.full((2, 3), 2.0)}}}}
-            checkpoint.save_checkpoint(Path(sys.argv[1]) / str(place), checkpoint.Checkpoint(2, weights, {{}}, {{}}))
+        checkpoint.flush = dying_flush
+        save_checkpoint(tmp_path / str(place), Checkpoint(2, {"model": {"weight": torch.full((2, 3), 2.0)}}, {}, {}))
+        return ""
 
-        for place in {list(places)}:
-            child = os.fork()
-            if child == 0:
-                save_and_die(place)
-                os._exit(0)
-            print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-    """
-    ends = [int(line) for line in in_a_process(script, tmp_path)]
+    ends = [in_a_fork(partial(save_and_die, place))[0] for place in places]
     assert ends == [-signal.SIGKILL] * 6 + [0] * 2  # four files and two folders; then all was saved
     steps = []
     for place in places:

@@ -31,6 +31,8 @@ def test_every_config_validates_and_opens_with_four_lines(name: str) -> None:
 
 
 NEEDED = {  # what a file of a group leaves to its user
+    "data=coco": ["data.path=photos"],
+    "model=mask_rcnn_swin_tiny": ["data.masks=true"],
     "data=hub": ["data.path=images"],
     "data=image_folder": ["data.path=images"],
     "data=timm": ["data.dataset=torch/cifar10", "data.root=images"],
@@ -43,12 +45,18 @@ NEEDED = {  # what a file of a group leaves to its user
 }
 EXAMPLES = {  # a config of each task
     "classify": "classify/digits",
+    "detect": "detect/digits",
     "text_classification": "text/news",
     "language_modeling": "text/verses",
     "sequence_to_sequence": "text/headlines",
     "speech_recognition": "speech/prompts",
 }
-TASK_OF = {"generation": "sequence_to_sequence", "decoding": "speech_recognition", "loss=ctc": "speech_recognition"}
+TASK_OF = {
+    "generation": "sequence_to_sequence",
+    "decoding": "speech_recognition",
+    "loss=ctc": "speech_recognition",
+    "loss=detector": "detect",
+}
 
 
 def config_for(file: str) -> str:
@@ -57,7 +65,7 @@ def config_for(file: str) -> str:
     node, _ = compose("classify/digits", [file])
     if group == "model":
         return next(
-            (EXAMPLES[task] for task, kind in TASKS.items() if kind.model == node["model"]["name"]),
+            (EXAMPLES[task] for task, kind in TASKS.items() if node["model"]["name"] in kind.models),
             EXAMPLES["classify"],
         )
     if group == "data":

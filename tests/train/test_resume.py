@@ -25,18 +25,32 @@ COMMAND = (
     VIT,
     "model.drop_path_rate=0.2",
     "encoding=[learned, rope_mixed]",
-    "handover={steps: 90, shape: cosine, start: 10}",
     "loss=mixed",
+)
+TRAINER = "batch_size: 8, log_every: 1, save_every: 3, ema_decay: 0.99, device: cpu"
+LONG = (
+    "handover={steps: 90, shape: cosine, start: 10}",
     "schedule.warmup_steps=15",
-    "trainer={max_steps: 110, batch_size: 8, log_every: 1, eval_every: 40, save_every: 3, ema_decay: 0.99, device: cpu}",
+    f"trainer={{max_steps: 110, eval_every: 40, {TRAINER}}}",
+)
+SHORT = (
+    "handover={steps: 16, shape: cosine, start: 3}",
+    "schedule.warmup_steps=4",
+    f"trainer={{max_steps: 24, eval_every: 10, {TRAINER}}}",
 )
 
 
-def train(folder: Path, digits_csv: str, *options: str, num_kills: int = 0, seed: int = 0) -> list[str]:
-    """Runs the command, with so many kills on the way; returns what was said about each attempt."""
-    script = [sys.executable, "tests/train/kill_and_continue.py", str(num_kills), str(seed)]
-    arguments = [*COMMAND, f"data.path={digits_csv}", f"output={folder}", *options]
-    done = subprocess.run([*script, *arguments], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
+def arguments(folder: Path, digits_csv: str, *options: str, num_kills: int = 0, seed: int = 0) -> list[str]:
+    """The command, to be killed so many times on the way."""
+    return [str(num_kills), str(seed), *COMMAND, f"data.path={digits_csv}", f"output={folder}", *options]
+
+
+def train(*commands: list[str]) -> list[str]:
+    """Runs commands one after the other; returns what was said about each attempt."""
+    words = [sys.executable, "tests/train/kill_and_continue.py", *commands[0]]
+    for command in commands[1:]:
+        words += ["--", *command]
+    done = subprocess.run(words, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.splitlines()
 
@@ -78,7 +92,7 @@ def assert_same(first: Any, second: Any, where: str = "") -> None:
 def straight(tmp_path_factory: pytest.TempPathFactory, digits_csv: str) -> dict[str, Any]:
     """The run without interruption, without workers."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    train(folder, digits_csv)
+    train(arguments(folder, digits_csv, *LONG))
     return outcome(folder)
 
 
@@ -87,8 +101,8 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on(
     straight: dict[str, Any], digits_csv: str, tmp_path: Path
 ) -> None:
     """As a scheduler does it: trainer and data workers get the signal at once."""
-    arguments = [*COMMAND, f"data.path={digits_csv}", "output=run", "trainer.num_workers=2", "trainer.save_every=1000"]
-    command = [sys.executable, "-m", "train", *arguments]
+    options = [f"data.path={digits_csv}", "output=run", "trainer.num_workers=2", "trainer.save_every=1000"]
+    command = [sys.executable, "-m", "train", *COMMAND, *LONG, *options]
     process = subprocess.Popen(
         command, cwd=tmp_path, env=ENVIRONMENT, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -104,26 +118,28 @@ def test_sigterm_to_all_processes_saves_and_the_run_goes_on(
     )
     assert "Traceback" not in said
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 1
-    train(tmp_path / "run", digits_csv, "trainer.num_workers=0")
+    train(arguments(tmp_path / "run", digits_csv, *LONG, "trainer.num_workers=0"))
     assert_same(outcome(tmp_path / "run"), straight)
 
 
-def killed(folder: Path, digits_csv: str, num_workers: int, num_kills: int) -> list[str]:
-    """Trains with so many kills; returns what the attempts said."""
-    workers = f"trainer.num_workers={num_workers}"
-    lines = train(folder, digits_csv, workers, num_kills=num_kills, seed=num_workers)
+def assert_killed(folder: Path, lines: list[str], num_kills: int) -> None:
     assert lines.count(f"end {-signal.SIGKILL}") == num_kills, lines
     assert not list((folder / "checkpoints").glob(".*"))
-    return lines
 
 
-def test_m6_killed_four_times_ends_the_same(straight: dict[str, Any], digits_csv: str, tmp_path: Path) -> None:
-    killed(tmp_path / "run", digits_csv, num_workers=2, num_kills=4)
-    assert_same(outcome(tmp_path / "run"), straight)
+def test_m6_killed_twice_ends_the_same(digits_csv: str, tmp_path: Path) -> None:
+    """At any time, and then in a save."""
+    killed = arguments(tmp_path / "killed", digits_csv, *SHORT, "trainer.num_workers=2", num_kills=2, seed=2)
+    lines = train(arguments(tmp_path / "straight", digits_csv, *SHORT), killed)
+    assert_killed(tmp_path / "killed", lines, num_kills=2)
+    assert [line.split(",")[0] for line in lines if line.startswith(("at any", "in a"))] == ["at any time", "in a save"]
+    assert any("continues after step" in line for line in lines), lines
+    straight = outcome(tmp_path / "straight")
+    assert_same(outcome(tmp_path / "killed"), straight)
     strengths = [line["strength"] for line in straight["history"]]
-    assert strengths[:11] == [0.0] * 11
-    assert strengths[100:] == [1.0] * 10
-    assert all(0 < strength < 1 for strength in strengths[11:100])
+    assert strengths[:4] == [0.0] * 4
+    assert strengths[19:] == [1.0] * 5
+    assert all(0 < strength < 1 for strength in strengths[4:19])
 
 
 @pytest.mark.long
@@ -131,7 +147,10 @@ def test_m6_killed_four_times_ends_the_same(straight: dict[str, Any], digits_csv
 def test_m6_killed_twenty_times_ends_the_same(
     num_workers: int, straight: dict[str, Any], digits_csv: str, tmp_path: Path
 ) -> None:
-    lines = killed(tmp_path / "run", digits_csv, num_workers, num_kills=20)
+    workers = f"trainer.num_workers={num_workers}"
+    folder = tmp_path / "run"
+    lines = train(arguments(folder, digits_csv, *LONG, workers, num_kills=20, seed=num_workers))
+    assert_killed(folder, lines, num_kills=20)
     assert sum(line.startswith("in a save") for line in lines) >= 3, lines
     assert len({line for line in lines if "continues after step" in line}) >= 2, lines
-    assert_same(outcome(tmp_path / "run"), straight)
+    assert_same(outcome(folder), straight)

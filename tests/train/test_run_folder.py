@@ -2,9 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.refusals import refuses
+from tests.train.forks import in_a_fork
 from train.checkpoint import Checkpoint, save_checkpoint
 from train.config import Config, load_config, resolved_yaml
 from train.run_folder import FREE, Lock, Run, differences, flat, open_run
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -68,22 +65,14 @@ def test_the_default_output_is_the_first_free_name() -> None:
 def test_one_process_at_a_time() -> None:
     first, second = Lock(), Lock()
     run = open_run("classify/digits", config(), DATA, first)
-    script = f"""
-        from train.run_folder import Lock, open_run
-        from train.config import load_config
-        overrides = ["seed=4"]
-        print(open_run("classify/digits", load_config("classify/digits", overrides), "{{}}", Lock()).folder)
-        try:
-            open_run("classify/digits", load_config("classify/digits", [*overrides, "output={run.folder}"]), "{{}}", Lock())
-        except ValueError as error:
-            print(error)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.stdout.splitlines() == [
-        f"{run.folder}-2", f"output = '{run.folder}': another process is training there"
-    ], done.stderr  # fmt: skip
+
+    def open_too() -> str:
+        free = open_run("classify/digits", config(), "{}", Lock()).folder
+        with refuses(f"output = '{run.folder}': another process is training there"):
+            open_run("classify/digits", config(f"output={run.folder}"), "{}", Lock())
+        return str(free)
+
+    assert in_a_fork(open_too) == (0, f"{run.folder}-2")
     first.release()
     assert second.take(run.folder)
     second.release()

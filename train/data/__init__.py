@@ -1,6 +1,9 @@
 """Data sets by the names that configs use."""
 
+from train.data.boxes import Boxed, BoxedImages, DetectionData
+from train.data.coco import Coco
 from train.data.code import Code
+from train.data.digit_boxes import DigitBoxes
 from train.data.digits import Digits, DigitScenes
 from train.data.headlines import Headlines
 from train.data.hub import Hub
@@ -18,10 +21,13 @@ from train.data.text_hub import TextHub
 from train.data.text_jsonl import TextJsonl
 from train.data.texts import Labelled, Pairs, Running, TextData
 from train.data.timm_sets import TimmData
+from train.data.trees import Trees
 from train.data.verses import Verses
 
 DATA: dict[str, type[Data]] = {
+    "coco": Coco,
     "code": Code,
+    "digit_boxes": DigitBoxes,
     "digits": Digits,
     "digit_scenes": DigitScenes,
     "headlines": Headlines,
@@ -38,13 +44,19 @@ DATA: dict[str, type[Data]] = {
     "text_hub": TextHub,
     "text_jsonl": TextJsonl,
     "timm": TimmData,
+    "trees": Trees,
     "verses": Verses,
 }
 
 __all__ = [
     "DATA",
+    "Boxed",
+    "BoxedImages",
+    "Coco",
     "Code",
     "Data",
+    "DetectionData",
+    "DigitBoxes",
     "DigitScenes",
     "Digits",
     "Headlines",
@@ -69,5 +81,6 @@ __all__ = [
     "TextHub",
     "TextJsonl",
     "TimmData",
+    "Trees",
     "Verses",
 ]

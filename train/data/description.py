@@ -24,6 +24,15 @@ class Description(Node):
     std: tuple[PositiveFloat, ...]
 
 
+class BoxDescription(Node):
+    """What a detector sees, and what its labels 1, 2, ... are called. `category_ids`: as the annotations have them."""
+
+    classes: tuple[str, ...] = Field(min_length=1)
+    category_ids: tuple[int | str, ...]
+    mean: tuple[float, float, float]
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat]
+
+
 class TokenDescription(Node):
     """What every model that reads or writes tokens must know. `tokenizer`: the checksum of tokenizer.json beside it."""
 
@@ -61,9 +70,12 @@ class SpeechDescription(TokenDescription):
     max_duration: PositiveFloat
 
 
-AnyDescription = Description | LabelledDescription | RunningDescription | PairsDescription | SpeechDescription
+AnyDescription = (
+    Description | BoxDescription | LabelledDescription | RunningDescription | PairsDescription | SpeechDescription
+)
 DESCRIPTIONS: dict[str, type[Any]] = {
     "classify": Description,
+    "detect": BoxDescription,
     "text_classification": LabelledDescription,
     "language_modeling": RunningDescription,
     "sequence_to_sequence": PairsDescription,

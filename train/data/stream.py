@@ -79,6 +79,19 @@ class Draws(Sampler[list[Draw]]):
         raise NotImplementedError(type(self).__name__)
 
 
+def check_batch_size(num_examples: int, batch_size: int, num_processes: int, accumulate: int) -> None:
+    """Refuses batches that are more than the data, or that cannot be shared out evenly."""
+    if num_examples < batch_size:
+        raise ValueError(
+            f"trainer.batch_size = {batch_size}: must be at most {num_examples}, the training examples there are"
+        )
+    if batch_size % (num_processes * accumulate):
+        parts = f" times trainer.accumulate = {accumulate}" if accumulate > 1 else ""
+        raise ValueError(
+            f"trainer.batch_size = {batch_size}: must be a multiple of {num_processes}, the processes there are{parts}"
+        )
+
+
 class CountedDraws(Draws):
     """Batches of equally many examples: each epoch is a new order, a batch may reach over two epochs.
 
@@ -105,15 +118,7 @@ class CountedDraws(Draws):
         num_processes: int = 1,
         accumulate: int = 1,
     ):
-        if num_examples < batch_size:
-            raise ValueError(
-                f"trainer.batch_size = {batch_size}: must be at most {num_examples}, the training examples there are"
-            )
-        if batch_size % (num_processes * accumulate):
-            parts = f" times trainer.accumulate = {accumulate}" if accumulate > 1 else ""
-            raise ValueError(
-                f"trainer.batch_size = {batch_size}: must be a multiple of {num_processes}, the processes there are{parts}"
-            )
+        check_batch_size(num_examples, batch_size, num_processes, accumulate)
         super().__init__(num_examples, batch_size, num_steps, seed, start, process_index, num_processes, accumulate)
 
     @property
@@ -136,7 +141,75 @@ class CountedDraws(Draws):
             yield batch
 
 
-class TimedDraws(Draws):
+class EpochDraws(Draws):
+    """Batches that are made of a whole epoch at once: `start` counts them."""
+
+    def after(self, num_steps: int) -> int:
+        return self.start + num_steps
+
+    def whole_batches(self) -> Iterator[list[Draw]]:
+        epoch, batches = 0, self.batches(0)
+        before = 0  # batches of earlier epochs
+        for number in range(self.start, self.start + self.num_steps):
+            while number - before >= len(batches):
+                before += len(batches)
+                epoch += 1
+                batches = self.batches(epoch)
+            yield [(epoch, index) for index in batches[number - before]]
+
+    @abstractmethod
+    def batches(self, epoch: int) -> list[list[int]]:
+        """The batches of an epoch, in the order in which they are drawn."""
+        raise NotImplementedError(type(self).__name__)
+
+
+class AspectDraws(EpochDraws):
+    """Batches of equally many images of about the same height / width, so that little of a batch is padding.
+
+    In each epoch every image is drawn once, and the batches come in a new order. The last batch of a group is filled up with images
+    of that group that have been drawn before.
+
+    Args:
+        aspect_ratios: height / width of each image.
+        num_groups: an octave of them.
+        batch_size, num_steps, start, ...: as in CountedDraws; `start` counts batches.
+
+    Raises:
+        ValueError: the data are fewer than one batch, or a batch cannot be shared out evenly.
+    """
+
+    def __init__(
+        self,
+        aspect_ratios: Sequence[float] | np.ndarray,
+        num_groups: int,
+        batch_size: int,
+        num_steps: int,
+        seed: int,
+        start: int = 0,
+        process_index: int = 0,
+        num_processes: int = 1,
+        accumulate: int = 1,
+    ):
+        check_batch_size(len(aspect_ratios), batch_size, num_processes, accumulate)
+        super().__init__(
+            len(aspect_ratios), batch_size, num_steps, seed, start, process_index, num_processes, accumulate
+        )
+        octaves = np.log2(np.asarray(aspect_ratios, dtype=np.float64))
+        # two octaves, as torchvision's reference has it: beyond them images are rare
+        self.groups = np.floor(np.clip(octaves, -1, 1 - 1e-9) * num_groups).astype(np.int64)
+
+    def batches(self, epoch: int) -> list[list[int]]:
+        rng = np.random.default_rng((self.seed, epoch))
+        order = rng.permutation(self.num_examples)
+        batches: list[list[int]] = []
+        for group in np.unique(self.groups):
+            members = order[self.groups[order] == group]
+            members = np.resize(members, -(-len(members) // self.batch_size) * self.batch_size)
+            batches += members.reshape(-1, self.batch_size).tolist()
+        return [batches[number] for number in rng.permutation(len(batches))]
+
+
+class TimedDraws(EpochDraws):
     """Batches of recordings that are about equally long, each as many as last `batch_seconds` with their padding.
 
     In each epoch every recording is drawn once, and the batches come in a new order. A batch is dealt out one by one, so that a
@@ -184,21 +257,7 @@ class TimedDraws(Draws):
         self.durations = np.asarray(durations, dtype=np.float64)
         self.batch_seconds = batch_seconds
 
-    def after(self, num_steps: int) -> int:
-        return self.start + num_steps
-
-    def whole_batches(self) -> Iterator[list[Draw]]:
-        epoch, batches = 0, self.batches(0)
-        before = 0  # batches of earlier epochs
-        for number in range(self.start, self.start + self.num_steps):
-            while number - before >= len(batches):
-                before += len(batches)
-                epoch += 1
-                batches = self.batches(epoch)
-            yield [(epoch, index) for index in batches[number - before]]
-
     def batches(self, epoch: int) -> list[list[int]]:
-        """The batches of an epoch, in the order in which they are drawn."""
         rng = np.random.default_rng((self.seed, epoch))
         # a little disorder, so that other recordings meet in each epoch; the longest first, so that a short rest is a cheap one
         order = np.argsort(-self.durations * rng.uniform(0.9, 1.1, self.num_examples), kind="stable")

@@ -23,6 +23,7 @@ class Task(Protocol):
     score: str  # the key of `evaluate` that one would show first
     records_name: str  # where the records are written: predictions.jsonl
     files: dict[str, str]  # what is written beside data.json, by name
+    notes: tuple[str, ...]  # what one should be told of the model before it is trained
 
     def loss(self, model: nn.Module, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The loss of a batch, and further scalars to log."""
@@ -53,6 +54,10 @@ def task_class(name: str) -> Any:
             from train.tasks.classify import Classify
 
             return Classify
+        case "detect":
+            from train.tasks.detect import Detect
+
+            return Detect
         case "text_classification":
             from train.tasks.text_classification import TextClassification
 

@@ -28,6 +28,7 @@ class Classify:
 
     score = "accuracy"
     records_name = "predictions.jsonl"
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: Config):
         self.files: dict[str, str] = {}

@@ -27,6 +27,7 @@ class TextTask:
     """
 
     length: int | None = None
+    notes: tuple[str, ...] = ()
 
     def __init__(self, config: Config):
         self.data = self.load(config)

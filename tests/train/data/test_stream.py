@@ -1,11 +1,10 @@
 """Which example is drawn when, and with which random numbers."""
 
+import os
 import pickle
 import random
 import signal
-import subprocess
-import sys
-import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,8 @@ import pytest
 import torch
 from torch.utils.data import Dataset
 
+from tests.train.forks import in_a_fork
+from train.data import stream
 from train.data.stream import (
     CountedDraws,
     DamagedExample,
@@ -284,29 +285,21 @@ def test_damaged_test_examples_are_left_out_and_named() -> None:
 @pytest.mark.parametrize("at", ["the start of a worker", pytest.param("work", marks=pytest.mark.long)])
 def test_workers_end_with_a_trainer_that_is_killed(at: str, tmp_path: Path) -> None:
     """Also where it dies before torch's own watch over it begins: such a worker would wait for ever."""
-    script = f"""
-        import os, signal, sys, time
-        from functools import partial
-        from pathlib import Path
-        import train.data.stream as stream
-        from tests.train.data.test_stream import Noise
+    begin = stream.live_with_the_trainer
 
-        begin = stream.live_with_the_trainer
+    def late(trainer: int, number: int) -> None:
+        (tmp_path / str(os.getpid())).touch()
+        while at == "the start of a worker" and os.getppid() == trainer:
+            time.sleep(0.01)
+        begin(trainer, number)
 
-        def late(trainer, number):
-            Path(sys.argv[1], str(os.getpid())).touch()
-            if {at == "the start of a worker"}:
-                while os.getppid() == trainer:
-                    time.sleep(0.01)
-            begin(trainer, number)
-
+    def train() -> str:
         stream.live_with_the_trainer = late
-        with stream.TrainingBatches(Noise(), stream.CountedDraws(10, 4, 99, 0), num_workers=2, pin_memory=False):
-            while len(os.listdir(sys.argv[1])) < 2:
+        with TrainingBatches(Noise(), CountedDraws(10, 4, 99, 0), num_workers=2, pin_memory=False):
+            while len(os.listdir(tmp_path)) < 2:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-    """
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[3], capture_output=True, text=True, timeout=60)
-    assert done.returncode == -signal.SIGKILL, done.stderr  # and the pipes are closed: no worker holds them any more
+        return ""
+
+    assert in_a_fork(train) == (-signal.SIGKILL, "")  # and no worker is left
     assert len(list(tmp_path.iterdir())) == 2

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from relpos2d import swap
+from relpos2d.backbones.resize import set_image_size
 from tests.backbones.builders import build, images
 from tests.tolerances import assert_close
-from train.resize import set_image_size
 
 SUM = ["learned", {"name": "table", "resize": "clamp"}, "cpb", "rope_axial", "none"]
 

@@ -1,4 +1,4 @@
-"""Another image size for a trained model, and what each of its encodings makes of it."""
+"""Another image size or window for a trained model, and what each of its encodings makes of it."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from relpos2d.backbones.swin import StageHost
 from relpos2d.encoding import Combined, Encoding
 
 Size = tuple[int, ...] | None  # none: a formula
@@ -30,7 +31,32 @@ def set_image_size(model: nn.Module, height: int, width: int) -> list[str]:
         )
     before = sizes(model)
     model.set_input_size(img_size=(height, width))  # type: ignore[operator]
-    lines = (line(*was, now) for was, (*_, now) in zip(before, sizes(model), strict=True))
+    return changes(before, sizes(model))
+
+
+def set_windows(model: nn.Module, window_size: int | tuple[int, int] | None) -> list[str]:
+    """Goes to windows that are the same for images of every size, as a detector wants them: always shifted, never cut to the image.
+
+    Args:
+        model: a swapped Swin or a feature extractor made from one.
+        window_size: of all stages; None keeps the largest that a stage has.
+
+    Returns:
+        As set_image_size.
+    """
+    stages = [module for module in model.modules() if isinstance(module, StageHost)]
+    blocks = [block for stage in stages for block in stage.blocks]
+    if window_size is None:
+        window_size = max((tuple(block.window_size) for block in blocks), key=lambda window: window[0] * window[1])
+    before = sizes(model)
+    for stage in stages:
+        stage.set_input_size(stage.input_resolution, window_size, always_partition=True)  # type: ignore[operator]
+    return changes(before, sizes(model))
+
+
+def changes(before: Sequence[tuple[str, str, Size]], after: Sequence[tuple[str, str, Size]]) -> list[str]:
+    """What `sizes` said before and after, each thing with how often it is there; what stayed as it was says so."""
+    lines = (line(*was, now) for was, (*_, now) in zip(before, after, strict=True))
     return [text + (f" ({count} times)" if count > 1 else "") for text, count in Counter(lines).items()]
 
 
