@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -54,9 +55,11 @@ def resize(values: Float[Tensor, "... channels"], matrices: Sequence[Tensor]) ->
     """Values (*old sizes, channels) on the new lattice (*new sizes, channels), one matrix per axis; at least in float32."""
     dtype = torch.promote_types(values.dtype, torch.float32)
     resized = values.to(dtype)
-    for axis, matrix in enumerate(matrices):
-        matrix = matrix.to(device=resized.device, dtype=dtype)
-        resized = torch.tensordot(resized, matrix, dims=([axis], [1])).movedim(-1, axis)
+    device = values.device.type
+    with torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else contextlib.nullcontext():
+        for axis, matrix in enumerate(matrices):
+            matrix = matrix.to(device=resized.device, dtype=dtype)
+            resized = torch.tensordot(resized, matrix, dims=([axis], [1])).movedim(-1, axis)
     return resized
 
 

@@ -54,6 +54,16 @@ def test_matrices_ignore_the_default_dtype() -> None:
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_changes_nothing(dtype: torch.dtype) -> None:
+    values, matrices = torch.randn(5, 7, 2, dtype=dtype), resize_matrices((5, 7), (9, 11), "timm")
+    with torch.autocast("cpu", torch.bfloat16):
+        resized = resize(values, matrices)
+    assert resized.dtype == torch.float32
+    assert torch.equal(resized, resize(values, matrices))
+    assert resize(values.to("meta"), matrices).shape == (9, 11, 2)
+
+
 def test_resize_goes_axis_by_axis_and_carries_gradients() -> None:
     values = torch.randn(3, 4, 5, 2, dtype=torch.float64, requires_grad=True)
     matrices = [torch.randn(new, old, dtype=torch.float64) for old, new in ((3, 2), (4, 6), (5, 3))]

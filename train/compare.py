@@ -149,6 +149,9 @@ def draw(groups: Mapping[str, Sequence[Path]], path: Path, score: str) -> Path:
     """Mean over the seeds as a line, from the lowest to the highest as a band; below, where there is one, the handover."""
     keys = [("loss", "training loss"), ("test_loss", "test loss"), (f"test_{score}", f"test {score}")]
     histories = {name: [read_history(folder / HISTORY) for folder in folders] for name, folders in groups.items()}
+    keys = [
+        (key, title) for key, title in keys if any(key in history for runs in histories.values() for history in runs)
+    ]
     if any("strength" in history for runs in histories.values() for history in runs):
         keys.append(("strength", "strength of relative positions"))
     figure = Figure(figsize=(4.2 * len(keys), 3.6), layout="constrained")
@@ -163,7 +166,7 @@ def draw(groups: Mapping[str, Sequence[Path]], path: Path, score: str) -> Path:
             axes.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
         axes.set(title=title, xlabel="step")
         axes.spines[["top", "right"]].set_visible(False)
-    figure.axes[2].legend(frameon=False, fontsize=8)
+    figure.axes[min(2, len(keys) - 1)].legend(frameon=False, fontsize=8)
     return save(figure, path)
 
 

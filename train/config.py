@@ -405,8 +405,6 @@ class Config(Node):
             return
         if self.loss.smoothing:
             yield f"loss.smoothing = {self.loss.smoothing}: is for classes and tokens, {task}; allowed: 0.0"
-        if self.trainer.parallel == "fsdp2":
-            yield f"trainer.parallel = 'fsdp2': {task}; allowed: 'ddp'"
         if self.trainer.compile:
             yield f"trainer.compile = true: batches are of many sizes, {task}; allowed: false"
         wants_masks = self.model.name == "mask_rcnn"

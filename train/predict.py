@@ -52,10 +52,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def predict(given: argparse.Namespace) -> int:
     device = to_device(given.device)
     restored = restore(given.checkpoint, given.weights)
-    if restored.config.task == "speech_recognition":
-        raise ValueError(
-            f"{restored.folder} is a run of speech_recognition: python -m train.transcribe writes what is said"
-        )
+    others = {
+        "speech_recognition": "python -m train.transcribe writes what is said",
+        "detect": "python -m train.detect_images finds what is in images",
+    }
+    if (task := restored.config.task) in others:
+        raise ValueError(f"{restored.folder} is a run of {task}: {others[task]}")
     check_options(given, restored)
     if restored.is_text:
         return predict_text.predict(given, restored, device)

@@ -30,7 +30,7 @@ from relpos2d.backbones.swap import FAMILIES, swap
 from relpos2d.backbones.swin import StageHost, SwinFamily
 from relpos2d.backbones.vit import VitFamily
 from relpos2d.encoding import Encoding
-from relpos2d.models.plain_vit import SimpleFeaturePyramid
+from relpos2d.models.plain_vit import STRIDES, SimpleFeaturePyramid
 from relpos2d.models.pyramid import ExtraLevels, FeaturePyramid
 
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -357,8 +357,13 @@ def create_pyramid(
             if weights is not None:
                 load_classifier(body, weights)
             body.set_grad_checkpointing(grad_checkpointing)
-            blocks = 4 if global_blocks is None else global_blocks
-            plain = SimpleFeaturePyramid(body, out_channels, window_size=window_size or 14, global_blocks=blocks)
+            plain = SimpleFeaturePyramid(
+                body,
+                out_channels,
+                window_size=window_size or 14,
+                global_blocks=min(4, len(body.blocks)) if global_blocks is None else global_blocks,
+                strides=STRIDES[1:] if skip_first else STRIDES,
+            )
             return ExtraLevels(plain, extra)
         stages = out_indices if out_indices is not None else default_stages(name, given, skip_first)
         options: dict[str, Any] = {"strict_img_size": False} if family is not None else {}

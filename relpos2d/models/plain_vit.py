@@ -54,7 +54,7 @@ class Layout:
 
 
 class SimpleFeaturePyramid(nn.Module):
-    """Maps of strides 4, 8, 16 and 32 from the last map of a swapped VisionTransformer, for images of any size.
+    """Maps of several strides from the last map of a swapped VisionTransformer, for images of any size.
 
     Most blocks attend inside windows, the others inside whole images. Padding, of a window or of a batch, is never attended to
     and never reaches a convolution: a map of an image is the same alone and beside a larger one.
@@ -74,6 +74,7 @@ class SimpleFeaturePyramid(nn.Module):
         global_blocks: how many blocks attend globally, the last of each of as many equal parts; or which.
         image_grid: tokens (rows, columns) at which all images read encodings and embeddings, of which they then see the upper
             left part; beyond it these go on as at its edge. None: each its own.
+        strides: which of 4, 8, 16 and 32 are wanted.
 
     Attributes:
         strides: pixels from one place of a map to the next, by the names of the maps (p2: 4, p3: 8, ...).
@@ -94,8 +95,11 @@ class SimpleFeaturePyramid(nn.Module):
         window_size: int | Sequence[int] = 14,
         global_blocks: int | Sequence[int] = 4,
         image_grid: Sequence[int] | None = None,
+        strides: Sequence[int] = STRIDES,
     ) -> None:
         super().__init__()
+        if not strides or not set(strides) <= set(STRIDES):
+            raise ValueError(f"SimpleFeaturePyramid: strides={strides!r} must be some of {STRIDES}")
         self.body = body = _checked_model(model)
         self.window_size = _checked_pair("window_size", window_size)
         self.image_grid = None if image_grid is None else _checked_pair("image_grid", image_grid)
@@ -103,7 +107,7 @@ class SimpleFeaturePyramid(nn.Module):
         check_sizes("SimpleFeaturePyramid: out_channels", out_channels)
         self.out_channels = out_channels
         self.patch_size: int = body.patch_embed.patch_size[0]
-        self.strides = {f"p{stride.bit_length() - 1}": stride for stride in STRIDES}
+        self.strides = {f"p{stride.bit_length() - 1}": stride for stride in sorted(strides)}
 
         left_out = _leave_out(body)
         for index, block in enumerate(body.blocks):
@@ -378,7 +382,7 @@ def _checked_model(model: Any) -> Any:
 
 
 def _checked_pair(name: str, value: int | Sequence[int]) -> Shape:
-    pair = (value, value) if isinstance(value, int) else tuple(value)
+    pair = tuple(value) if isinstance(value, Sequence) else (value, value)
     if len(pair) != 2:
         raise ValueError(f"SimpleFeaturePyramid: {name}={value!r} must be (rows, columns)")
     check_sizes(f"SimpleFeaturePyramid: {name}", pair)

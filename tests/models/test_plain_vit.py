@@ -6,7 +6,6 @@ from collections import OrderedDict
 from typing import Any
 
 import pytest
-import timm
 import torch
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
@@ -56,9 +55,6 @@ def by_hand(model: Any, image: Tensor) -> dict[str, Tensor]:
     x = body.patch_embed.proj(x)[0].permute(1, 2, 0)
     rows, columns, _ = x.shape
     grid = Grid(rows, columns)
-    if body.pos_embed is not None:
-        places = resample_abs_pos_embed(body.pos_embed, [rows, columns], [3, 5], body.num_prefix_tokens)
-        x = x + places[0, body.num_prefix_tokens :].reshape(rows, columns, -1)
     if body.encoding is not None:
         body.encoding.set_window_size((rows, columns))
         x = body.encoding.embed(x.reshape(1, rows * columns, -1), grid).reshape(x.shape)
@@ -89,7 +85,7 @@ def by_hand(model: Any, image: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("encoding", [*ENCODINGS, SUM])
 def test_equals_a_loop_over_windows_alone_and_beside_a_larger_image(encoding: Any) -> None:
     """And every parameter learns, the same from both sides."""
-    model = pyramid(encoding)
+    model = pyramid(encoding, absolute="remove")
     image = images(*IMAGE, batch=1, dtype=torch.float64)
     alone, batched = model(image), model(beside_larger(image, 96, 128))
     expected = by_hand(model, image)
@@ -122,9 +118,10 @@ def test_images_of_few_and_of_odd_patches(size: tuple[int, int]) -> None:
         assert_close(batched[name][1:, :, : expected.shape[2], : expected.shape[3]], expected)
 
 
-def test_padded_by_its_own_hand() -> None:
+@pytest.mark.parametrize("encoding", [SUM, "table"])
+def test_padded_by_its_own_hand(encoding: Any) -> None:
     """An image in a frame of a multiple of 32 that says what is padding is the image alone, in float32 too."""
-    model = pyramid(SUM).float()
+    model = pyramid(encoding).float()
     image = images(*IMAGE, batch=1)
     framed = F.pad(torch.cat((image, torch.ones(1, 1, *IMAGE)), dim=1), (0, 6, 0, 14))
     for mine, theirs in zip(model(framed).values(), model(image).values(), strict=True):
@@ -140,7 +137,6 @@ def test_each_kind_of_vit(family: str, absolute: str) -> None:
         model.body.absolute_strength.fill_(0.25)
     image = images(48, 80, batch=1, dtype=torch.float64)
     seen: list[Tensor] = []
-    model.body.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     model.body.blocks[0].norm1.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     model(image)
     whole = swapped(
@@ -149,8 +145,17 @@ def test_each_kind_of_vit(family: str, absolute: str) -> None:
     missing = whole.load_state_dict(model.body.state_dict(), strict=False).missing_keys
     assert not [key for key in missing if key.startswith(("blocks", "pos_embed", "patch_embed", "norm_pre"))]
     tokens = whole.norm_pre(whole._pos_embed(whole.patch_embed(image)))[:, whole.num_prefix_tokens :]
-    windows = seen[0].unflatten(0, (2, 2)).unflatten(2, WINDOW).transpose(1, 2).flatten(2, 3).flatten(0, 1)
-    assert_close(windows[:3, :5].flatten(0, 1), tokens[0])
+    assert_close(seen[0][0, :3, :5].flatten(0, 1), tokens[0])
+
+
+@pytest.mark.parametrize("family", VITS)
+def test_an_embedding_is_resampled_as_timm_does(family: str) -> None:
+    body = (model := pyramid("none", family)).body
+    num_prefix = 0 if body.no_embed_class else body.num_prefix_tokens
+    for shape in ((3, 5), (4, 6), (9, 2), (61, 5)):
+        expected = resample_abs_pos_embed(body.pos_embed, list(shape), [3, 5], num_prefix)[0, num_prefix:]
+        assert_close(model._pos_embed(shape), expected, torch.float32)
+    assert torch.equal(model._pos_embed((3, 5)), body.pos_embed[0, num_prefix:])
 
 
 @pytest.mark.parametrize("encoding", [["table", "learned"], "rope_mixed"])
@@ -211,7 +216,7 @@ def test_strides(patch_size: int) -> None:
 
 def test_global_blocks_and_stages() -> None:
     def made(depth: int, global_blocks: Any) -> SimpleFeaturePyramid:
-        vit = timm.create_model("vit_tiny_patch16_224", embed_dim=12, depth=depth, num_heads=3, device="meta")
+        vit = build("vit", img_size=32, embed_dim=12, depth=depth)
         return SimpleFeaturePyramid(swap(vit, "table"), 4, global_blocks=global_blocks)
 
     assert made(12, 4).global_blocks == (2, 5, 8, 11)
