@@ -184,11 +184,11 @@ def test_a_continuous_bias_keeps_the_coordinates_of_pretraining(tmp_path: Path) 
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, SWIN, None)
     wider = {**SWIN, "embed_dim": 48}
-    with pytest.raises(ValueError, match="are of another backbone or encoding: .*size mismatch"):
+    with pytest.raises(ValueError, match=r"are of another backbone or encoding: .*size mismatch"):
         detector("fcos", wider, weights=file)
-    with pytest.raises(ValueError, match="are of another backbone or encoding: .*Missing key"):
+    with pytest.raises(ValueError, match=r"are of another backbone or encoding: .*Missing key"):
         detector("fcos", {**SWIN, "depths": [2, 3]}, weights=file)
-    with pytest.raises(ValueError, match="none of its .* names"):
+    with pytest.raises(ValueError, match=r"none of its .* names"):
         detector("fcos", "resnet10t", "none", weights=file)
     ours = saved(tmp_path, SWIN, "rope_mixed")
     with pytest.raises(ValueError, match="are of another backbone or encoding"):

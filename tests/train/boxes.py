@@ -29,7 +29,7 @@ def coco_folder(folder: Path, num_train: int = 8, num_test: int = 5, ids: tuple[
         for number in range(count):
             height, width = ((48, 64), (64, 48), (56, 56))[number % 3]
             pixels = np.full((height, width, 3), 230, dtype=np.uint8)
-            for index, (name, colour) in enumerate(COLOURS.items()) if number < count - 1 else ():
+            for id, colour in zip(ids, COLOURS.values(), strict=True) if number < count - 1 else ():
                 w, h = rng.integers(12, 24, size=2).tolist()
                 x, y = int(rng.integers(0, width - w)), int(rng.integers(0, height - h))
                 pixels[y : y + h, x : x + w] = colour
@@ -37,7 +37,7 @@ def coco_folder(folder: Path, num_train: int = 8, num_test: int = 5, ids: tuple[
                     {
                         "id": 10 * len(annotations) + 1,
                         "image_id": 100 + number,
-                        "category_id": ids[list(COLOURS).index(name)],
+                        "category_id": id,
                         "bbox": [x, y, w, h],
                         "area": w * h,
                         "iscrowd": 0,
