@@ -19,7 +19,7 @@ from torch import Tensor
 from relpos2d.models import ConformerCTC
 from relpos2d.models.ctc import BLANK, frames_needed
 from train.compare import COLOURS
-from train.report import ACCENT, FAINT, INK, WRONG, save
+from train.report import ACCENT, FAINT, INK, WRONG, printable, save
 
 MAX_CELLS = 2**30  # frames x states of one alignment, a byte each
 PAUSE, REACH = 0.1, 0.3  # seconds: a stop consonant is silent for less; words are moved by no more
@@ -336,8 +336,3 @@ def draw_probabilities(
         panel.text(float(times[peak]), 1.04, name, parse_math=False, **place)
     panel.set(xlim=(start, end), ylim=(0, 1.02), yticks=[0, 1], ylabel="probability\n(grey: none)")
     panel.spines[["top", "right"]].set_visible(False)
-
-
-def printable(text: str) -> str:
-    """The text with a sign for each control character, which no font has: tokens of bytes spell them."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

@@ -21,8 +21,7 @@ from train.data.images import Colour, image_files, read_image
 from train.draw_boxes import draw_detections
 from train.restore import Restored, restore, to_device
 from train.tasks.detect import to_results, to_rle
-from train.tool import check_free, create_parser, positive, run_command, run_tool, written_aside
-from train.transcribe import file_names
+from train.tool import check_free, create_parser, file_names, positive, run_command, run_tool, written_aside
 
 DETECTIONS, IMAGES = "detections.json", "images.json"
 SMALLEST_TILE = 32  # pixels

@@ -19,9 +19,9 @@ from matplotlib.textpath import text_to_path
 from PIL import Image
 from torch import Tensor
 
-from train.align import printable
 from train.coco_scores import match
-from train.report import ACCENT, INK, WRONG, save
+from train.data.masks import pixels_of
+from train.report import ACCENT, INK, WRONG, printable, save
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -135,13 +135,9 @@ def draw_image(panel: Axes, pixels: np.ndarray, found: Records, scale: float) ->
 
 def tinted(pixels: np.ndarray, masks: Sequence[Mapping[str, Any]]) -> np.ndarray:
     """The image under one tint where any mask (RLE) is, with a dark seam where two of them meet."""
-    from pycocotools import mask as coco_mask
-
     owner = np.zeros(pixels.shape[:2], dtype=np.int32)
     for number, mask in reversed(list(enumerate(masks, start=1))):  # the surest on top
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of numpy, on how pycocotools hands over its memory
-            owner[coco_mask.decode(mask).astype(bool)] = number
+        owner[pixels_of(mask["counts"].encode(), pixels.shape[:2]) > 0] = number
     seam = np.zeros(owner.shape, dtype=bool)
     seam[1:] |= owner[1:] != owner[:-1]
     seam[:, 1:] |= owner[:, 1:] != owner[:, :-1]

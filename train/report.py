@@ -224,3 +224,8 @@ def readable(path: Path | None) -> str:
     if path is None:
         return "none"
     return str(path.relative_to(Path.cwd()) if path.is_absolute() and path.is_relative_to(Path.cwd()) else path)
+
+
+def printable(text: str) -> str:
+    """The text with a sign for each control character, which no font has: tokens of bytes spell them."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in text)

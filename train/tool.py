@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -108,3 +108,14 @@ def written_aside(path: Path) -> Iterator[Path]:
 def names_in(path: Path) -> set[str]:
     """What a folder holds; nothing for a file."""
     return {entry.name for entry in path.iterdir()} if path.is_dir() else set()
+
+
+def file_names(paths: Sequence[Path]) -> list[str]:
+    """What the results of each file are called: its own name, with a number where that is taken."""
+    names: dict[str, None] = {}
+    for path in paths:
+        name, number = path.stem, 2
+        while name in names:
+            name, number = f"{path.stem}_{number}", number + 1
+        names[name] = None
+    return list(names)

@@ -36,7 +36,7 @@ from train.data.texts import read_text
 from train.data.tokenize import UNK
 from train.decode import Decoder, create_decoder
 from train.restore import Restored, restore, to_device
-from train.tool import create_parser, positive, run_command, run_tool
+from train.tool import create_parser, file_names, positive, run_command, run_tool
 
 LONGEST_WINDOW = 20.0  # seconds, unless --window says otherwise
 CONTEXT = 3.0  # seconds on both sides of a window, a quarter of it at most
@@ -197,17 +197,6 @@ def find_recordings(given: Sequence[str]) -> tuple[list[Path], int]:
             print(error, file=sys.stderr)
             num_failed += 1
     return paths, num_failed
-
-
-def file_names(paths: Sequence[Path]) -> list[str]:
-    """What the files of each recording are called: its own name, with a number where that is taken."""
-    names: dict[str, None] = {}
-    for path in paths:
-        name, number = path.stem, 2
-        while name in names:
-            name, number = f"{path.stem}_{number}", number + 1
-        names[name] = None
-    return list(names)
 
 
 def tokens_of(text: str, restored: Restored, language: str | None) -> list[int]:

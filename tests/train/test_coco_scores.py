@@ -105,7 +105,7 @@ def test_all_ways_of_counting_agree(backend: Any, limits: tuple[int, ...], tmp_p
     if backend == "faster_coco_eval":
         pytest.importorskip("faster_coco_eval")
     seen = set()
-    for seed in range(20):
+    for seed in range(10):
         truth, results = drawn(seed)
         scores = score(truth, results, max_detections=limits, backend=backend)
         if len(limits) == 3:
@@ -117,7 +117,7 @@ def test_all_ways_of_counting_agree(backend: Any, limits: tuple[int, ...], tmp_p
         assert numbers(scores) == pytest.approx(numbers(reference), abs=1e-9)
         assert scores["per_class"]["thing 3"] == -1
         seen.add(round(scores["AP"], 6))
-    assert len(seen) > 15
+    assert len(seen) > 7
 
 
 @pytest.mark.parametrize("backend", ["pycocotools", "faster_coco_eval"])

@@ -10,11 +10,11 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
-from pycocotools import mask as masks
 
 from train import draw_boxes
 from train.draw_boxes import Label, draw_detections, judged, place_label
 from train.report import ACCENT, INK, WRONG
+from train.tasks.detect import to_rle
 
 GREY = np.full((300, 400, 3), 128, dtype=np.uint8)
 NAMES = [{"id": 1, "name": "cat"}, {"id": "x", "name": "a dog for $5, or $6"}]
@@ -150,7 +150,7 @@ def test_no_label_hides_another(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_size_of_a_picture(
-    sizes: list[tuple[int, int]], expected: tuple[int, float, float], tmp_path: Path
+    sizes: list[tuple[int, int]], expected: tuple[int, float, float], figures: list[Figure]
 ) -> None:
     columns, width, height = expected
     images = [np.zeros((*size, 3), dtype=np.uint8) for size in sizes]
@@ -167,11 +167,10 @@ def test_the_size_of_a_picture(
 def test_masks_are_tinted_and_the_surest_lies_on_top(tmp_path: Path) -> None:
     mask = np.zeros((300, 400), dtype=np.uint8)
     mask[100:200, 100:200] = 1
-    square = masks.encode(np.asfortranarray(mask))
-    other = masks.encode(np.asfortranarray(np.roll(mask, 60, axis=1)))
+    square, other = (to_rle(torch.from_numpy(np.roll(mask, step, axis=1))) for step in (0, 60))
     results = [
         found((150, 100, 110, 100), 0.5, segmentation=other),
-        found((80, 80, 140, 140), 0.9, segmentation={"size": square["size"], "counts": square["counts"].decode()}),
+        found((80, 80, 140, 140), 0.9, segmentation=square),
     ]
     pixels = drawn(tmp_path / "a.png", results, []).astype(int)
     tint = np.array([128 + draw_boxes.TINT * (channel - 128) for channel in rgb(ACCENT)])

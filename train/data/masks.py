@@ -19,9 +19,12 @@ def packed(segmentation: Any, size: Size) -> bytes | None:
     """Polygons or run lengths as pycocotools packs them; None where no polygon has three points.
 
     Raises:
-        ValueError: it is neither, or does not fit the image.
+        ValueError: it is neither, or does not fit the image; pycocotools is missing.
     """
-    from pycocotools import mask
+    try:
+        from pycocotools import mask
+    except ImportError as error:
+        raise ValueError("masks need the package `pycocotools`: pip install 'relpos2d[detect]'") from error
 
     if isinstance(segmentation, dict):
         runs = {"size": list(size), "counts": checked_runs(segmentation, size)}
