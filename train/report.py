@@ -75,7 +75,9 @@ class Progress:
         )
         numbers = "  ".join(f"{name.replace('_', ' ')} {line[name]:.4f}" for name in names if name in line)
         self.console.print(
-            f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {numbers}  {clock(left)} left", highlight=False
+            f"step {step:>{len(str(self.num_steps))}}/{self.num_steps}  {numbers}  {clock(left)} left",
+            highlight=False,
+            soft_wrap=True,
         )
 
 

@@ -161,7 +161,7 @@ def test_the_area_of_a_mask_stands_in_for_a_missing_one() -> None:
 
 
 @pytest.mark.parametrize("backend", ["pycocotools", "faster_coco_eval", "numpy"])
-def test_perfect_none_and_nothing_to_find(backend: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_i2_perfect_none_and_nothing_to_find(backend: Any, capfd: pytest.CaptureFixture[str]) -> None:
     if backend == "faster_coco_eval":
         pytest.importorskip("faster_coco_eval")
     truth, results = drawn(2)
@@ -183,7 +183,7 @@ def test_perfect_none_and_nothing_to_find(backend: Any, capfd: pytest.CaptureFix
     assert capfd.readouterr() == ("", "")
 
 
-def test_missing_keys_have_defaults() -> None:
+def test_i3_missing_keys_have_defaults() -> None:
     truth, results = drawn(4)
     whole = [thing | {"iscrowd": 0, "area": math.prod(thing["bbox"][2:])} for thing in truth["annotations"]]
     expected = score(truth | {"annotations": whole, "info": {}, "licenses": []}, results)
@@ -200,7 +200,7 @@ def test_missing_keys_have_defaults() -> None:
     assert numbers(score(minimal | {"annotations": empty}, found)) == numbers(expected)
 
 
-def test_ap_uses_the_largest_limit() -> None:
+def test_i5_ap_uses_the_largest_limit() -> None:
     boxes = [[20 * (place % 15), 20 * (place // 15), 10, 10] for place in range(150)]
     truth = {
         "images": [{"id": 1}],
@@ -403,7 +403,7 @@ def test_wrong_options() -> None:
         ImportError("numpy.core.multiarray failed to import"),
     ],
 )
-def test_a_wheel_that_does_not_fit_says_so_and_numpy_goes_on(
+def test_i6_a_wheel_that_does_not_fit_says_so_and_numpy_goes_on(
     reason: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     truth, results = drawn(0)
