@@ -1,4 +1,4 @@
-"""Trees seen from above: real aerial photographs of four sites with a hand-drawn box around each crown, cut into tiles."""
+"""Trees seen from above: aerial photographs of four scenes with a hand-drawn box around each crown, cut into tiles."""
 
 import io
 import json

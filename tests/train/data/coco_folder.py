@@ -46,7 +46,7 @@ PLAIN = content([image(7), image(3, 30, 50)], [box(1, 7, [5, 6, 20, 10]), box(2,
 
 
 def coco(root: Path, **options: Any) -> Coco:
-    return Coco.model_validate({"name": "coco", "path": str(root), "horizontal_flip": 0.0, **options})
+    return Coco.model_validate_json(json.dumps({"name": "coco", "path": str(root), "horizontal_flip": 0.0, **options}))
 
 
 def load(root: Path, train: Any = PLAIN, val: Any = PLAIN, **options: Any) -> Boxed:

@@ -56,7 +56,7 @@ def turned_folder(folder: Path, orientation: int, kind: str, upright: bool) -> A
 
 @pytest.mark.parametrize("kind", ["jpg", "png", "tif", "webp"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_photographs_are_turned_upright_with_their_boxes(tmp_path: Path, orientation: int, kind: str) -> None:
+def test_k1_photographs_are_turned_upright_with_their_boxes(tmp_path: Path, orientation: int, kind: str) -> None:
     data = turned_folder(tmp_path, orientation, kind, upright=True).load(seed=0)
     pixels, target = data.train[0]
     assert pixels.shape == ((3, 32, 20) if orientation > 4 else (3, 20, 32))
@@ -87,7 +87,7 @@ def test_a_photograph_of_neither_size_is_damaged(tmp_path: Path, kind: str) -> N
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "I;16", "RGB"])
-def test_every_kind_of_pixels_becomes_three_colours(tmp_path: Path, mode: str) -> None:
+def test_k4_every_kind_of_pixels_becomes_three_colours(tmp_path: Path, mode: str) -> None:
     write_split(tmp_path, "train", PLAIN)
     write_split(tmp_path, "val", PLAIN)
     kind = "tif" if mode == "CMYK" else "png"
@@ -165,7 +165,7 @@ def seen(batch: Any) -> list[Any]:
     ]
 
 
-def test_draws_follow_the_seed_and_not_the_workers(tmp_path: Path) -> None:
+def test_j6_draws_follow_the_seed_and_not_the_workers(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     given = content(
         [image(id) for id in range(5)],

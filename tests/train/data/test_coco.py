@@ -16,7 +16,7 @@ from pycocotools import mask
 from pycocotools.coco import COCO
 
 from tests.train.data.coco_folder import PLAIN, box, categories, coco, content, image, load, write_split
-from train.data.masks import packed, run_lengths, unpacked
+from train.data.masks import unpacked
 from train.data.stream import DamagedExample, TooManyDamaged
 from train.schema import validate
 
@@ -73,7 +73,9 @@ def test_the_truth_is_coco_json_of_the_test_split_with_its_defaults(tmp_path: Pa
         ([2.0, -1, 10], (-1, 2, 10)),
     ],
 )
-def test_ids_become_labels_from_1_in_their_order(tmp_path: Path, ids: list[Any], expected: tuple[Any, ...]) -> None:
+def test_h3_h4_ids_become_labels_from_1_in_their_order(
+    tmp_path: Path, ids: list[Any], expected: tuple[Any, ...]
+) -> None:
     names = [{"id": id, "name": f"name {id}"} for id in ids]
     given = content([image(id) for id in ids], [box(id, id, [0, 0, 5, 5], id) for id in ids], names)
     data = load(tmp_path, given, given)
@@ -233,7 +235,7 @@ def test_height_and_width_may_be_read_from_the_file(tmp_path: Path) -> None:
     assert data.left_out == {}
 
 
-def test_boxes_of_no_area_or_outside_are_counted_and_boxes_that_reach_out_are_cut(tmp_path: Path) -> None:
+def test_j1_boxes_of_no_area_or_outside_are_counted_and_boxes_that_reach_out_are_cut(tmp_path: Path) -> None:
     boxes = {
         1: [5, 5, 0, 9],
         2: [5, 5, 9, -3],
@@ -284,9 +286,13 @@ def test_corners_in_place_of_width_and_height(tmp_path: Path) -> None:
     corners = [[10, 20, 30, 35], [30, 10, 60, 40], [0, 0, 5, 5]]
     given = content([image(1)], [box(id, 1, bbox) for id, bbox in enumerate(corners, 1)])
     with pytest.raises(
-        ValueError, match=r"2 of 3 boxes reach far out .* all fit as x1, y1, x2, y2: .*annotation 1 of image 1"
+        ValueError, match=r"2 of 3 boxes reach far out .* 3 fit as x1, y1, x2, y2: .*annotation 1 of image 1"
     ):
         load(tmp_path, given)
+    wrong = box(31, 1, [60, 10, 30, 40])  # neither
+    nearly = content([image(1)], [wrong, *(box(id, 1, [30, 10, 60, 40]) for id in range(1, 30))])
+    with pytest.raises(ValueError, match=r"30 of 30 boxes reach far out .* 29 fit as x1, y1, x2, y2"):
+        load(tmp_path, nearly)
     given["annotations"].append(box(4, 1, [30, 20, 10, 10]))  # which cannot be two corners
     with pytest.raises(ValueError, match=r"annotation 2 of image 1: .* lies mostly outside"):
         load(tmp_path, given)
@@ -302,7 +308,7 @@ def test_shares_in_place_of_pixels(tmp_path: Path) -> None:
     assert load(tmp_path, pixels).train[0][1]["boxes"].tolist() == [[0, 0, 1, 1]]
 
 
-def test_images_without_objects(tmp_path: Path) -> None:
+def test_h1_images_without_objects(tmp_path: Path) -> None:
     given = content([image(1), image(2), image(3)], [box(1, 2, [1, 1, 5, 5]), box(2, 3, [1, 1, 5, 5], iscrowd=1)])
     data = load(tmp_path, given, given)
     assert len(data.train) == 3
@@ -322,7 +328,7 @@ def test_images_without_objects(tmp_path: Path) -> None:
         load(tmp_path, content([image(1)], []), empty_images=False)
 
 
-def test_nothing_but_crowds_is_told(tmp_path: Path) -> None:
+def test_h5_nothing_but_crowds_is_told(tmp_path: Path) -> None:
     crowds = content([image(1)], [box(1, 1, [1, 1, 5, 5], iscrowd=1)])
     with pytest.warns(UserWarning, match="instances_train2017.json: there is no training object, only crowds"):
         data = load(tmp_path, crowds)
@@ -401,16 +407,6 @@ def test_masks_of_polygons_and_run_lengths(tmp_path: Path) -> None:
         assert (annotation["segmentation"], annotation["area"]) == (text, 400)
     json.dumps(data.truth)
     assert masks_of(tmp_path, [POLYGON], area=7).truth["annotations"][0]["area"] == 7
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_run_lengths_are_unpacked_as_pycocotools_packs_them(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    pixels = (rng.random((37, 301)) < rng.choice([0.001, 0.1, 0.5, 0.999])).astype(np.uint8)
-    text = mask.encode(np.asfortranarray(pixels))["counts"].decode()
-    assert unpacked(text) == run_lengths(pixels)
-    runs = {"size": [37, 301], "counts": run_lengths(pixels)}
-    assert packed(runs, (37, 301)) == packed(runs | {"counts": text}, (37, 301)) == text.encode()
 
 
 @pytest.mark.parametrize(
