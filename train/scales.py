@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train.scales",
         description="AP50 and AP of detectors on test images as they were trained on, and on larger ones. digit_boxes come on "
-        "larger canvases, with more digits of the same size; other images are enlarged (model.min_size). Runs that differ in "
+        "larger canvases, fewer of them, with more digits of the same size; other images are enlarged (model.min_size). Runs that differ in "
         "nothing but the seed are one row: mean and standard deviation.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs of detect")
@@ -96,7 +96,11 @@ def scaled(trained: Restored, factor: float) -> tuple[str, list[str]]:
     data, model = trained.config.data, trained.config.model.given()
     if isinstance(data, DigitBoxes):
         canvas = [round(side * factor) for side in data.canvas]
-        return by(canvas), [f"data.canvas={canvas}"]
+        if factor == 1:
+            return by(canvas), []
+        # about as many digits in all, and none drawn to train on
+        num_test = max(1, round(data.num_test / factor**2))
+        return by(canvas), [f"data.canvas={canvas}", f"data.num_test={num_test}", "data.num_train=1"]
     if factor == 1:
         return "x1", []
     shorter = model.get("min_size", 800)
