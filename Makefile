@@ -18,12 +18,14 @@ $(VENV)/installed: pyproject.toml
 demo: install
 	$(BIN)/python -m train classify/digits
 
+# all tests; then those of positions and encodings again, each with two sets of parameters, shapes and types checked in every call
 test: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not gpu and not long"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --jaxtyping-packages=relpos2d,beartype.beartype -m "not long and not traced" -k "not pair_by_pair" \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) --jaxtyping-packages=relpos2d,beartype.beartype --first-and-last \
+		-m "not long and not traced" -k "not pair_by_pair" \
 		tests/test_positions.py tests/test_encoding.py tests/encodings tests/attention/test_attend.py
 
-# runs killed twenty times, and on several processes and machines: about ten minutes
+# what CI has on a smaller scale: runs killed twenty times, on several processes and machines, more exports: about a quarter of an hour
 test-long: install
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m long
 

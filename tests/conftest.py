@@ -9,6 +9,23 @@ import torch
 gc.disable()  # nothing of what is imported and collected is garbage, and looking for it takes a fifth of the time
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--first-and-last", action="store_true", help="run each test with its first and its last parameters only"
+    )
+
+
+@pytest.hookimpl(trylast=True)  # markers have had their say
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--first-and-last"):
+        cases: dict[str, list[pytest.Item]] = {}
+        for item in items:
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        kept = {item.nodeid for each in cases.values() for item in (each[0], each[-1])}
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+        items[:] = [item for item in items if item.nodeid in kept]
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Modules and tests stay until the end, so that garbage is looked for only in what tests have made."""

@@ -1,6 +1,7 @@
 """The console script, through main() and once as a process."""
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -159,6 +160,16 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--head-dim" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:'relpos2d.cli' found in sys.modules:RuntimeWarning")
+def test_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["relpos2d", "check", "nope"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("relpos2d.cli", run_name="__main__")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("relpos2d: unknown encoding 'nope'")
+
+
+@pytest.mark.long
 def test_as_a_process() -> None:
     command = [sys.executable, "-m", "relpos2d.cli"]
     root = Path(__file__).parents[1]

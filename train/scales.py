@@ -27,8 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m train.scales",
         description="AP50 and AP of detectors on test images as they were trained on, and on larger ones. digit_boxes come on "
-        "larger canvases, fewer of them, with more digits of the same size; other images are enlarged (model.min_size). Runs that differ in "
-        "nothing but the seed are one row: mean and standard deviation.",
+        "larger canvases, fewer of them, with more digits of the same size; other images are enlarged (model.min_size). Runs "
+        "that differ in nothing but the seed are one row: mean and standard deviation.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folders of runs of detect")
     parser.add_argument(

@@ -22,8 +22,9 @@ from torchvision.models.detection.image_list import ImageList
 from torchvision.models.detection.mask_rcnn import MaskRCNNHeads, MaskRCNNPredictor
 from torchvision.models.detection.transform import GeneralizedRCNNTransform
 from torchvision.ops import MultiScaleRoIAlign
+from torchvision.ops.poolers import LevelMapper
 
-from relpos2d.backbones.host import Spec, find_part, position_parameters
+from relpos2d.backbones.host import Spec, check_sizes, find_part, position_parameters
 from relpos2d.backbones.registry import SOURCES, feature_weights
 from relpos2d.backbones.resize import set_windows
 from relpos2d.backbones.swap import FAMILIES, swap
@@ -98,6 +99,9 @@ class Batched(GeneralizedRCNNTransform):
     """torchvision's way from images of any size to a batch, which here also says where there are images.
 
     The batch has one channel more, 1 in images and 0 in the padding. Without `min_size` images keep their size.
+
+    Raises:
+        ValueError: on being called, with images or targets that torchvision would misread or refuse somewhere inside.
     """
 
     def __init__(
@@ -107,13 +111,46 @@ class Batched(GeneralizedRCNNTransform):
         mean: Sequence[float],
         std: Sequence[float],
         size_divisible: int,
+        num_classes: int,
     ):
+        self.num_classes = num_classes
         sizes = min_size if isinstance(min_size, Sequence) else (min_size,)
         super().__init__(sizes, max_size, list(mean), list(std), size_divisible)  # type: ignore[arg-type]
+
+    def forward(
+        self, images: list[Tensor], targets: list[dict[str, Tensor]] | None = None
+    ) -> tuple[ImageList, list[dict[str, Tensor]] | None]:
+        for index, image in enumerate(images):
+            if image.ndim == 3 and image.shape[0] not in (1, 3):  # a grey one is normalised to three channels
+                raise ValueError(f"image {index} has shape {tuple(image.shape)}, allowed is (3, H, W)")
+        for index, (image, target) in enumerate(zip(images, targets or (), strict=False)):
+            self._check(index, image, target)
+        return super().forward(images, targets)
+
+    def _check(self, index: int, image: Tensor, target: dict[str, Tensor]) -> None:
+        boxes, labels, masks = target["boxes"], target["labels"], target.get("masks")
+        if labels.shape != boxes.shape[:1]:
+            raise ValueError(f"target {index} has {len(boxes)} boxes and labels of shape {tuple(labels.shape)}")
+        if masks is not None and masks.shape != (len(boxes), *image.shape[-2:]):
+            raise ValueError(
+                f"target {index}: masks have shape {tuple(masks.shape)}, allowed is that of its boxes and image, "
+                f"{(len(boxes), *image.shape[-2:])}"
+            )
+        if bool(((labels < 1) | (labels >= self.num_classes)).any()):
+            raise ValueError(
+                f"target {index} has labels from {labels.min()} to {labels.max()}, allowed are 1 to {self.num_classes - 1} "
+                f"(num_classes={self.num_classes}; 0 is the background)"
+            )
 
     def resize(self, image: Tensor, target: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor] | None]:
         if self.min_size[0] is None:
             return image, target
+        shorter, longer = sorted(image.shape[-2:])
+        if shorter * self.max_size < longer:
+            raise ValueError(
+                f"an image of {image.shape[-2]}x{image.shape[-1]} pixels is too long: its shorter side would vanish at "
+                f"max_size={self.max_size}"
+            )
         masks = None if target is None else target.get("masks")
         if target is not None and masks is not None and not len(masks):  # which torch does not resize
             image, rest = super().resize(image, {key: value for key, value in target.items() if key != "masks"})
@@ -140,6 +177,20 @@ class Anchors(AnchorGenerator):
         steps = [[torch.tensor(stride, device=first.device)] * 2 for stride in self.strides]
         anchors = torch.cat(self.grid_anchors([list(x.shape[-2:]) for x in feature_maps], steps))
         return [anchors] * len(image_list.image_sizes)
+
+
+def roi_pool(strides: Mapping[str, int], output_size: int) -> MultiScaleRoIAlign:
+    """torchvision's pooling of regions from levels whose strides are known.
+
+    torchvision infers them from the first batch, for good, and wrongly where the padding is much of a small or long image.
+    """
+    pool = MultiScaleRoIAlign(list(strides), output_size, sampling_ratio=2)
+    steps = list(strides.values())
+    pool.scales = [1 / step for step in steps]
+    pool.map_levels = LevelMapper(
+        steps[0].bit_length() - 1, steps[-1].bit_length() - 1, pool.canonical_scale, pool.canonical_level
+    )
+    return pool
 
 
 def create_detector(
@@ -186,9 +237,11 @@ def create_detector(
         absolute: of a plain ViT: what becomes of its embedding, as in swap().
         window_size: of windows in detection, for all stages or blocks; None: that of pretraining (a plain ViT: 14).
         global_blocks: of a plain ViT: how many blocks, or which, attend to the whole image (default 4); the others have windows.
-        out_indices: which stages are used; default: all for two stages, all but the first for retinanet and fcos.
+        out_indices: which stages are used, one after the other; default: all for two stages, all but the first for retinanet and
+            fcos.
         out_channels: of the pyramid.
-        min_size: the shorter side of an image in pixels; in training one of several is drawn; None: images keep their size.
+        min_size: the shorter side of an image in pixels; in training one of several is drawn, in evaluation it is the last;
+            None: images keep their size.
         max_size: the longer side at most; None: 5/3 of min_size, as 1333 to 800.
         score_threshold: detections below are dropped.
         nms_threshold: the IoU above which the weaker of two boxes of a class is dropped (0.5; fcos: 0.6).
@@ -230,6 +283,14 @@ def create_detector(
         raise ValueError(
             f"create_detector: out_channels={out_channels} must be a multiple of 32 for fcos, for its norms"
         )
+    check_sizes("create_detector: out_channels", out_channels)
+    check_sizes("create_detector: detections_per_image", detections_per_image)
+    check_sizes("create_detector: min_size", min_size)
+    if isinstance(min_size, Sequence) and not min_size:
+        raise ValueError("create_detector: min_size=() must be a size, sizes, or None for images that keep theirs")
+    for option, value in (("score_threshold", score_threshold), ("nms_threshold", nms_threshold)):
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"create_detector: {option}={value} must be between 0 and 1")
     shorter = [size for size in (min_size if isinstance(min_size, Sequence) else [min_size]) if size is not None]
     if max_size is not None and (not shorter or max_size < max(shorter)):
         raise ValueError(
@@ -279,7 +340,8 @@ def create_detector(
             detections_per_img=detections_per_image,
         )
     else:
-        levels, proposals = list(pyramid.strides)[:-1], num_proposals or 1000
+        levels = dict(list(pyramid.strides.items())[:-1])
+        proposals = num_proposals or 1000
         hidden = box_channels or 1024
         options: dict[str, Any] = {
             "rpn_anchor_generator": Anchors([[stride * scale] for stride in strides], [0.5, 1.0, 2.0], strides),
@@ -287,7 +349,7 @@ def create_detector(
             "rpn_post_nms_top_n_train": 2 * proposals,
             "rpn_pre_nms_top_n_test": proposals,
             "rpn_post_nms_top_n_test": proposals,
-            "box_roi_pool": MultiScaleRoIAlign(levels, output_size=7, sampling_ratio=2),
+            "box_roi_pool": roi_pool(levels, output_size=7),
             "box_head": detection.faster_rcnn.TwoMLPHead(out_channels * 7**2, hidden),
             "box_predictor": detection.faster_rcnn.FastRCNNPredictor(hidden, num_classes),
             "box_score_thresh": score_threshold,
@@ -297,12 +359,12 @@ def create_detector(
         if name == "mask_rcnn":
             channels = mask_channels or 256
             options |= {
-                "mask_roi_pool": MultiScaleRoIAlign(levels, output_size=14, sampling_ratio=2),
+                "mask_roi_pool": roi_pool(levels, output_size=14),
                 "mask_head": MaskRCNNHeads(out_channels, (channels,) * 4, 1),
                 "mask_predictor": MaskRCNNPredictor(channels, channels, num_classes),
             }
         model = (MaskRCNN if name == "mask_rcnn" else FasterRCNN)(pyramid, None, **options)
-    model.transform = Batched(min_size, max_size, mean, std, size_divisible)
+    model.transform = Batched(min_size, max_size, mean, std, size_divisible, num_classes)
     model.report = pyramid.report
     return model
 
@@ -329,6 +391,12 @@ def create_pyramid(
         raise ValueError(
             f"create_detector: backbone {who!r} is no model of timm; relpos2d_* and timm.list_models() are"
         )
+    if given.get("in_chans", 3) != 3:
+        raise ValueError(f"create_detector: in_chans={given['in_chans']} of {who}: images have 3 channels")
+    if out_indices is not None and (
+        not out_indices or list(out_indices) != list(range(max(out_indices[0], 0), out_indices[-1] + 1))
+    ):
+        raise ValueError(f"create_detector: out_indices={out_indices} must be stages one after the other, as (1, 2, 3)")
     family = family_of(who)
     pretrained = bool(given.get("pretrained"))
     if weights is not None and pretrained:
@@ -356,11 +424,12 @@ def create_pyramid(
             body = swap(body, cast(Any, encoding), absolute=absolute)
             if weights is not None:
                 load_classifier(body, weights)
+            keep_pretrained_coordinates(body, known=knows_windows)
             body.set_grad_checkpointing(grad_checkpointing)
             plain = SimpleFeaturePyramid(
                 body,
                 out_channels,
-                window_size=window_size or 14,
+                window_size=14 if window_size is None else window_size,
                 global_blocks=min(4, len(body.blocks)) if global_blocks is None else global_blocks,
                 strides=STRIDES[1:] if skip_first else STRIDES,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ class FeaturePyramid(nn.Module):
         out_channels: of each map.
         report: what of the backbone has another size than in pretraining.
 
+    Raises:
+        ValueError: stages whose strides are not each twice the one before.
+
     Attributes:
         strides: pixels from one place of a map to the next, by the names of the maps (p2: 4, p3: 8, ...).
     """
@@ -33,6 +37,8 @@ class FeaturePyramid(nn.Module):
         super().__init__()
         self.body, self.out_channels, self.report = body, out_channels, list(report)
         channels, steps = body.feature_info.channels(), body.feature_info.reduction()
+        if any(below != 2 * above for above, below in itertools.pairwise(steps)):
+            raise ValueError(f"FeaturePyramid: the stages have strides {steps}, each must be twice the one before")
         self.channels_last = body.output_fmt == Format.NHWC
         self.hides_padding = any(isinstance(module, StageHost) for module in body.modules())
         # what stands behind a stage of a transformer is a sum of all its blocks, of any size

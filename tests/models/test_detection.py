@@ -181,6 +181,19 @@ def test_a_continuous_bias_keeps_the_coordinates_of_pretraining(tmp_path: Path) 
         assert_close(encoding.bias(grid, grid), before)
 
 
+def test_a_continuous_bias_of_a_plain_vit_keeps_them_too(tmp_path: Path) -> None:
+    file = saved(tmp_path, VIT, "cpb")
+    window, grid = relpos2d.Grid(4, 4), relpos2d.Grid(8, 8)
+    before = saved_models[file].blocks[0].attn.encoding.bias(grid, grid)
+    for options in ({}, {"load_pretrained": False}):
+        model = detector("retinanet", VIT, "cpb", weights=file, window_size=4, global_blocks=1, **options)
+        encoding = model.backbone.pyramid.body.blocks[0].attn.encoding
+        assert encoding.window_size == (4, 4)
+        encoding.cpb_mlp.load_state_dict(saved_models[file].blocks[0].attn.encoding.cpb_mlp.state_dict())
+        in_window = before.unflatten(-2, (8, 8)).unflatten(-1, (8, 8))[..., :4, :4, :4, :4].flatten(-2).flatten(-3, -2)
+        assert_close(encoding.bias(window, window), in_window)
+
+
 def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     file = saved(tmp_path, SWIN, None)
     wider = {**SWIN, "embed_dim": 48}
@@ -218,7 +231,20 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ("fcos", {"global_blocks": 2}, "global_blocks is for a plain ViT"),
         ("fcos", {"backbone": VIT, "encoding": "none", "out_indices": (0, 1)}, "a plain ViT .* has none"),
         ("fcos", {"backbone": {**SWIN, "depthss": [1]}}, "depthss"),
-        ("fcos", {"out_indices": (0, 9)}, r"backbone .*: "),
+        ("fcos", {"out_indices": (0, 1, 2)}, r"backbone .*: "),
+        ("faster_rcnn", {"out_indices": (0, 2)}, r"out_indices=\(0, 2\) must be stages one after the other"),
+        ("fcos", {"out_indices": (1, 0)}, "must be stages one after the other"),
+        ("fcos", {"out_indices": (-1,)}, "must be stages one after the other"),
+        ("fcos", {"out_indices": ()}, "must be stages one after the other"),
+        ("fcos", {"backbone": {"name": "resnet18", "output_stride": 16}, "encoding": None}, r"strides \[8, 16, 16\]"),
+        ("fcos", {"backbone": {**SWIN, "in_chans": 4}}, "in_chans=4 of .*: images have 3 channels"),
+        ("fcos", {"backbone": VIT, "encoding": "none", "window_size": 0}, "window_size=0 must hold whole numbers"),
+        ("retinanet", {"out_channels": -32}, "out_channels=-32 must hold whole numbers of at least 1"),
+        ("fcos", {"min_size": 0}, "min_size=0 must hold whole numbers"),
+        ("fcos", {"min_size": ()}, r"min_size=\(\) must be a size"),
+        ("fcos", {"detections_per_image": 0}, "detections_per_image=0 must hold whole numbers"),
+        ("fcos", {"score_threshold": 5.0}, "score_threshold=5.0 must be between 0 and 1"),
+        ("fcos", {"nms_threshold": -0.1}, "nms_threshold=-0.1 must be between 0 and 1"),
         ("fcos", {"weights": "a.pth", "backbone": {**SWIN, "pretrained": True}}, "one of the two"),
         ("fcos", {"encoding": "tabel"}, "tabel"),
     ],
@@ -227,6 +253,36 @@ def test_bad_input(name: str, options: dict[str, Any], message: str) -> None:
     arguments = {"num_classes": 4, "backbone": SWIN, "encoding": "table", **SMALL.get(name, {}), **options}
     with pytest.raises(ValueError, match=message):
         create_detector(name, **arguments)
+
+
+def test_bad_images_and_targets() -> None:
+    model = detector("mask_rcnn", min_size=32).train()
+    good = {**targets("mask_rcnn")[0]}
+    cases: list[tuple[torch.Tensor, dict[str, Any], str]] = [
+        (IMAGES[0], {"labels": torch.tensor([0, 1])}, "target 0 has labels from 0 to 1, allowed are 1 to 3"),
+        (IMAGES[0], {"labels": torch.tensor([1, 4])}, "target 0 has labels from 1 to 4, allowed are 1 to 3"),
+        (IMAGES[0], {"labels": torch.tensor([1])}, r"target 0 has 2 boxes and labels of shape \(1,\)"),
+        (IMAGES[0], {"masks": torch.zeros(2, 70, 50)}, r"target 0: masks have shape \(2, 70, 50\)"),
+        (torch.rand(4, 50, 70), {}, r"image 0 has shape \(4, 50, 70\), allowed is \(3, H, W\)"),
+    ]
+    for image, changed, message in cases:
+        with pytest.raises(ValueError, match=message):
+            model([image], [{**good, **changed}])
+    with pytest.raises(ValueError, match=r"image of 1x700 pixels is too long: .* max_size=53"):
+        model.eval()([torch.rand(3, 1, 700)])
+
+
+@pytest.mark.parametrize("name", ["faster_rcnn", "mask_rcnn"])
+def test_regions_are_pooled_at_the_strides_of_the_pyramid(name: str) -> None:
+    """Of a thin image too, of which much is padding: torchvision takes 40 rows for the 64 of the maps, and remembers that."""
+    model = detector(name)
+    levels = list(model.backbone.strides.items())[:-1]
+    # maps whose values are the columns of the image
+    maps = {key: (torch.arange(64 // step) * step).float().expand(1, 1, 64 // step, 64 // step) for key, step in levels}
+    heads = (model.roi_heads.box_roi_pool, *([model.roi_heads.mask_roi_pool] if name == "mask_rcnn" else []))
+    for pool in heads:
+        for shape in [(40, 64), (64, 64)]:
+            assert_close(pool(maps, [torch.tensor([[8.0, 4, 40, 28]])], [shape]).mean(), torch.tensor(24.0))
 
 
 def test_groups_of_parameters_as_timm_wants_them() -> None:

@@ -1,12 +1,17 @@
 """Digits for the tests of the trainer: drawn by us, so that only tests that say so need pip."""
 
+import os
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from accelerate.state import AcceleratorState
+from matplotlib.figure import Figure
 from PIL import Image, ImageDraw
 
+from tests.train.pictures import leave_undrawn
 from train.data.fetch import fetch_digits
 
 SEGMENTS = {  # which of the seven bars of a digital clock a digit lights
@@ -35,6 +40,14 @@ def drawn_digit(digit: int, rng: np.random.Generator) -> np.ndarray:
 def forget_the_accelerator() -> None:
     """accelerate keeps the precision and the device of the first run in a process."""
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def undrawn() -> Iterator[None]:
+    """The pictures of runs are empty files from here to the end of the module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "savefig", leave_undrawn)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -71,8 +84,29 @@ def tone_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.train import tones
     from train.__main__ import main
 
-    folder = tmp_path_factory.mktemp("speech")
-    options = tones.speech_run(folder, tones.tone_clips(8, seed=3))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert main([*options, f"output={folder / 'run'}"]) == 0
-    return folder / "run"
+    def train(folder: Path) -> None:
+        options = tones.speech_run(folder, tones.tone_clips(8, seed=3))
+        AcceleratorState._reset_state(reset_partial_state=True)
+        assert main([*options, f"output={folder / 'run'}"]) == 0
+
+    return made_once(tmp_path_factory, "speech", train) / "run"
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """The folder that the first of pytest-xdist's workers makes who needs it; tests must leave it as it is."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        folder = factory.mktemp(name)
+        make(folder)
+        return folder
+    import fcntl
+
+    shared = factory.getbasetemp().parent
+    folder, made = shared / name, shared / f"{name}.made"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not made.exists():
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            make(folder)
+            made.touch()
+    return folder

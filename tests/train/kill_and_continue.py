@@ -1,9 +1,10 @@
 """Runs training commands one after the other, kills each at random moments, and starts it again until it ends by itself.
 
-    python tests/train/kill_and_continue.py NUM_KILLS SEED CONFIG key=value ... [-- NUM_KILLS SEED CONFIG key=value ...]
+    python tests/train/kill_and_continue.py NUM_KILLS SEED LATEST CONFIG key=value ... [-- NUM_KILLS SEED LATEST CONFIG ...]
 
 Each attempt is a fork of this process, which has imported everything: a start then takes no time. Moments are drawn so that a
-share of them lies inside a save. Prints one line an attempt: how it ended, and where it was killed.
+share of them lies inside a save, before LATEST things have reached the disk. Prints one line an attempt: how it ended, and where
+it was killed.
 """
 
 import os
@@ -22,9 +23,9 @@ from tests.train.launch import commands, fork_training
 from train import checkpoint
 
 
-def killed_in_a_save(rng: random.Random) -> None:
+def killed_in_a_save(rng: random.Random, latest: int) -> None:
     """At the n-th time that something of a checkpoint reaches the disk, or its folder gets its name."""
-    left = rng.randrange(1, 14)
+    left = rng.randrange(1, latest)
 
     def count_down(name: str) -> None:
         nonlocal left
@@ -65,10 +66,10 @@ def attempt(arguments: list[str], kill: Callable[[], None] = lambda: None) -> in
     return os.waitstatus_to_exitcode(os.waitpid(fork_training(arguments, kill), 0)[1])
 
 
-def kill_and_continue(num_kills: int, seed: int, arguments: list[str]) -> int:
+def kill_and_continue(num_kills: int, seed: int, latest: int, arguments: list[str]) -> int:
     rng, kills = random.Random(seed), 0
     while kills < num_kills:
-        kill = killed_in_a_save if rng.random() < 0.4 else killed_at_any_time
+        kill = partial(killed_in_a_save, latest=latest) if rng.random() < 0.4 else killed_at_any_time
         end = attempt(arguments, partial(kill, random.Random(rng.random())))
         print(f"end {end}", flush=True)
         if end == 0:
@@ -81,6 +82,6 @@ def kill_and_continue(num_kills: int, seed: int, arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    for num_kills, seed, *arguments in commands(sys.argv[1:]):
-        if code := kill_and_continue(int(num_kills), int(seed), arguments):
+    for num_kills, seed, latest, *arguments in commands(sys.argv[1:]):
+        if code := kill_and_continue(int(num_kills), int(seed), int(latest), arguments):
             sys.exit(code)

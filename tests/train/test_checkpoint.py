@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import signal
 from functools import partial
 from importlib.metadata import version
@@ -116,6 +115,8 @@ def test_m6_a_file_that_may_not_grow_is_like_a_full_disk(tmp_path: Path) -> None
     save(tmp_path, 1)
 
     def save_within_limits() -> str:
+        import resource  # which Windows has not
+
         errors = []
         for size, limit in ((100_000, 65_536), (10, 2_048), (10, 100)):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))

@@ -18,11 +18,13 @@ from train.data.description import Description
 from train.data.images import Images
 from train.evaluate import AsTrained, PermutedPatches, main
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 SCENES = ["data.canvas=[56, 70]", "data.num_train=9", "data.num_test=9", "model.depth=2", "encoding=[learned, table]"]
 
 
 @pytest.fixture(scope="module")
-def trained(digits_csv: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(digits_csv: str, tmp_path_factory: pytest.TempPathFactory, undrawn: None) -> Path:
     """A run of two steps, by the trainer itself."""
     folder = tmp_path_factory.mktemp("runs") / "swin"
     overrides = ["trainer.max_steps=2", "trainer.batch_size=8", "schedule.warmup_steps=1", "trainer.num_workers=0"]

@@ -203,8 +203,7 @@ class Interrupted(Regression):
         return super().loss(model, batch)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(("number", "num_workers"), [(signal.SIGTERM, 2), (signal.SIGINT, 0)])
 def test_a_signal_saves_and_ends_and_the_run_goes_on(number: int, num_workers: int, tmp_path: Path) -> None:
     options = ("trainer.log_every=1", "trainer.eval_every=10", f"trainer.num_workers={num_workers}")
     straight = run(tmp_path / "straight", *options)
@@ -257,7 +256,9 @@ def test_the_options_of_the_optimizer_are_those_of_the_config(tmp_path: Path) ->
         Learner(config("optimizer={name: sgd, lr: 0.3, momentum: 0.9}"), Regression(), accelerator, checkpoint)
 
 
-@pytest.mark.parametrize("name", ["madgrad", "lion", "adan", "sgd"])
+@pytest.mark.parametrize(
+    "name", ["madgrad", "sgd", *(pytest.param(n, marks=pytest.mark.long) for n in ("lion", "adan"))]
+)
 def test_going_on_is_exact_with_other_optimizers(name: str, tmp_path: Path) -> None:
     optimizer = f"optimizer={{name: {name}, lr: 0.01}}"
     straight = run(tmp_path / "straight", optimizer)

@@ -23,7 +23,9 @@ def command(digits_csv: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return ["classify/digits", f"data.path={digits_csv}", *SHORT]
 
 
-def test_two_steps_fill_the_run_folder(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_steps_fill_the_run_folder_and_the_same_command_again_says_so(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([*command, "seed=3"]) == 0
     folder = Path("runs/classify/digits-table-3")
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -55,29 +57,21 @@ def test_two_steps_fill_the_run_folder(command: list[str], capsys: pytest.Captur
     assert "runs/classify/digits-table-3/maps.png" in printed
     assert "\x1b" not in printed  # plain where there is no terminal
 
+    files = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.suffix in (".json", ".safetensors")}
+    assert main([*command, "seed=3", f"output={folder}"]) == 0
+    score = next(line for line in printed.splitlines() if line.startswith("test accuracy"))
+    assert f"finished before: {score}" in capsys.readouterr().out
+    assert files == {path: path.stat().st_mtime_ns for path in files}
+
 
 def test_a_model_without_relative_positions_has_no_maps(command: list[str]) -> None:
+    command += ["model.depths=[1, 1]", "model.embed_dim=16", "model.num_heads=[1, 2]"]
     assert main([*command, "encoding=none", "output=run"]) == 0
     assert Path("run/metrics.json").is_file()
     assert not Path("run/maps.png").exists()
     assert main([*command, "output=run"]) == 1
     assert main([*command, "output=run", "trainer.overwrite=true"]) == 0
     assert Path("run/maps.png").exists()
-
-
-def test_the_same_command_again_says_that_the_run_is_finished(
-    command: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, "output=run"]) == 0
-    files = {
-        path: path.stat().st_mtime_ns for path in Path("run").rglob("*") if path.suffix in (".json", ".safetensors")
-    }
-    printed = capsys.readouterr().out
-    assert main([*command, "output=run"]) == 0
-    again = capsys.readouterr().out
-    score = next(line for line in printed.splitlines() if line.startswith("test accuracy"))
-    assert f"finished before: {score}" in again
-    assert files == {path: path.stat().st_mtime_ns for path in files}
 
 
 @pytest.mark.long

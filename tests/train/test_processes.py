@@ -19,11 +19,11 @@ from train.checkpoint import last_checkpoint, load_checkpoint
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 TRAINER = (
-    "max_steps: 12, batch_size: 8, log_every: 1, eval_every: 6, save_every: 4, keep_checkpoints: 9, "
+    "max_steps: 6, batch_size: 8, log_every: 1, eval_every: 3, save_every: 2, keep_checkpoints: 9, "
     "ema_decay: 0.9, device: cpu"
 )
 #: nothing drawn at random in the model: processes draw each for themselves
-COMMAND = ("classify/digits_vit", VIT, "encoding=table", "schedule.warmup_steps=4", "optimizer.layer_decay=0.8")
+COMMAND = ("classify/digits_vit", VIT, "encoding=table", "schedule.warmup_steps=2", "optimizer.layer_decay=0.8")
 
 
 def launch(*commands: tuple[int, list[str]], fails: bool = False) -> str:
@@ -98,9 +98,9 @@ def test_another_number_of_processes_goes_on_at_the_same_sample(
     folder = tmp_path / "run"
     shutil.copytree(runs / before, folder)
     (folder / "metrics.json").unlink()
-    for step in (6, 8, 12):
+    for step in (3, 4, 6):
         shutil.rmtree(folder / "checkpoints" / f"step_{step}")
-    assert "continues after step 4 of 12" in launch((num_processes, arguments(folder, digits_csv, trainer=trainer)))
+    assert "continues after step 2 of 6" in launch((num_processes, arguments(folder, digits_csv, trainer=trainer)))
     assert_same_run(folder, runs / "one")
 
 

@@ -33,6 +33,8 @@ SMALLER = {  # what a recipe can only show on a GPU; its windows stay, and are f
 SHORTER = ["trainer.batch_size=8", "trainer.accumulate=2", "trainer.num_workers=0", "trainer.device=cpu"]
 CRITERIA = {"cross_entropy": SoftTargetCrossEntropy, "binary_cross_entropy": BinaryCrossEntropy}
 POLICIES = {"rand-m9-mstd0.5-inc1": RandAugment, "3a": AutoAugment}
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 EPOCHS = {"imagenet_swin_tiny": 300, "imagenet_swinv2_tiny": 300, "imagenet_vit_small": 400, "finetune_swin_384": 30}
 
 

@@ -40,9 +40,11 @@ SHORT = (
 )
 
 
-def arguments(folder: Path, digits_csv: str, *options: str, num_kills: int = 0, seed: int = 0) -> list[str]:
-    """The command, to be killed so many times on the way."""
-    return [str(num_kills), str(seed), *COMMAND, f"data.path={digits_csv}", f"output={folder}", *options]
+def arguments(
+    folder: Path, digits_csv: str, *options: str, num_kills: int = 0, seed: int = 0, latest: int = 14
+) -> list[str]:
+    """The command, to be killed so many times on the way: in its first saves, if that is in a save."""
+    return [str(num_kills), str(seed), str(latest), *COMMAND, f"data.path={digits_csv}", f"output={folder}", *options]
 
 
 def train(*commands: list[str]) -> list[str]:
@@ -128,11 +130,12 @@ def assert_killed(folder: Path, lines: list[str], num_kills: int) -> None:
 
 
 def test_m6_killed_twice_ends_the_same(digits_csv: str, tmp_path: Path) -> None:
-    """At any time, and then in a save."""
-    killed = arguments(tmp_path / "killed", digits_csv, *SHORT, "trainer.num_workers=2", num_kills=2, seed=2)
+    """In its third save, and then at any time."""
+    options = (*SHORT, "trainer.num_workers=2")
+    killed = arguments(tmp_path / "killed", digits_csv, *options, num_kills=2, seed=13, latest=40)
     lines = train(arguments(tmp_path / "straight", digits_csv, *SHORT), killed)
     assert_killed(tmp_path / "killed", lines, num_kills=2)
-    assert [line.split(",")[0] for line in lines if line.startswith(("at any", "in a"))] == ["at any time", "in a save"]
+    assert [line.split(",")[0] for line in lines if line.startswith(("at any", "in a"))] == ["in a save", "at any time"]
     assert any("continues after step" in line for line in lines), lines
     straight = outcome(tmp_path / "straight")
     assert_same(outcome(tmp_path / "killed"), straight)

@@ -1,4 +1,7 @@
-"""Short runs in each way of computing: taken up in the middle, they end the same. tests/gpu has them on a GPU."""
+"""Short runs in each way of computing: taken up in the middle, they end the same. tests/gpu has them on a GPU.
+
+In CI, test_resume.py does it in float32 with a run that is killed.
+"""
 
 from pathlib import Path
 
@@ -6,6 +9,8 @@ import pytest
 
 from tests.train.six_steps import six_steps_twice
 from tests.train.test_resume import assert_same
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 WAYS = {
     "float32": [],
@@ -16,9 +21,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way", ["float32", *(pytest.param(way, marks=pytest.mark.long) for way in WAYS if way != "float32")]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("way", WAYS)
 def test_straight_equals_taken_up(
     way: str, digits_csv: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

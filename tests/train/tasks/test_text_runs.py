@@ -21,6 +21,8 @@ from train.config import load_config
 from train.data.description import read_description
 from train.restore import restore
 
+pytestmark = pytest.mark.usefixtures("undrawn")
+
 TASKS = {  # task -> what its data are used as, its model, its file of records
     "text_classification": ("labels", "text_classifier", "predictions.jsonl"),
     "language_modeling": ("running", "language_model", "windows.jsonl"),
@@ -48,7 +50,7 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]
 
 
 @pytest.fixture(scope="module")
-def runs(command: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(command: Callable[..., list[str]], tmp_path_factory: pytest.TempPathFactory, undrawn: None) -> dict[str, Path]:
     """A finished run of each task."""
     folder = tmp_path_factory.mktemp("runs")
     for task in TASKS:
