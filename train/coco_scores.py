@@ -5,6 +5,7 @@ import importlib
 import io
 import itertools
 import math
+import reprlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from train.data.masks import unpacked
 from train.schema import nearest, unknown_name
 
 Backend = Literal["pycocotools", "faster_coco_eval", "numpy"]
@@ -283,12 +285,15 @@ def to_rle(masks: Any, segmentation: Any, image: Mapping[str, Any], where: str) 
             raise ValueError(
                 f"{where}: has a mask of {size[0]}x{size[1]}, its image is {height}x{width} (height x width)"
             )
-        if isinstance(counts, str | bytes):
-            return {"size": size, "counts": counts.encode() if isinstance(counts, str) else counts}
-        counts = [int(count) for count in counts]
-        if min(counts, default=0) < 0 or sum(counts) != height * width:
-            raise ValueError(f"{where}: its mask has runs of {sum(counts)} pixels, the image has {height * width}")
-        return dict(masks.frPyObjects({"size": size, "counts": counts}, height, width))
+        packed = counts.decode("latin1") if isinstance(counts, bytes) else counts
+        runs = unpacked(packed) if isinstance(packed, str) else [int(count) for count in counts]
+        if runs is None:
+            raise ValueError(f"{where}: counts = {reprlib.repr(counts)}: are no run lengths")
+        if min(runs, default=0) < 0 or sum(runs) != height * width:  # the packages would read other memory
+            raise ValueError(f"{where}: its mask has runs of {sum(runs)} pixels, the image has {height * width}")
+        if isinstance(packed, str):
+            return {"size": size, "counts": packed.encode()}
+        return dict(masks.frPyObjects({"size": size, "counts": runs}, height, width))
     try:
         polygons = [[float(number) for number in polygon] for polygon in segmentation]
     except (TypeError, ValueError):

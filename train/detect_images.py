@@ -19,6 +19,7 @@ from torchvision.transforms import v2
 
 from train.data.images import Colour, image_files, read_image
 from train.draw_boxes import draw_detections
+from train.report import printable
 from train.restore import Restored, restore, to_device
 from train.tasks.detect import to_results, to_rle
 from train.tool import check_free, create_parser, file_names, positive, run_command, run_tool, written_aside
@@ -231,7 +232,7 @@ def say(path: Path, found: Records, finder: Finder) -> None:
     told = ", ".join(f"{count} {name}" for name, count in counts.most_common()) or "nothing"
     if finder.tiling is None and len(found) == finder.limit:
         told += " (the model finds no more in an image; --tile N does)"
-    print(f"{path}: {told}", flush=True)
+    print(f"{printable(str(path))}: {told}", flush=True)
 
 
 def find(finder: Finder, images: list[Image.Image], numbers: Sequence[int]) -> list[Records]:

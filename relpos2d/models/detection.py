@@ -193,6 +193,16 @@ def roi_pool(strides: Mapping[str, int], output_size: int) -> MultiScaleRoIAlign
     return pool
 
 
+def at_least_float32(head: nn.Module, given: Any, output: Any) -> Any:
+    """A forward hook for heads under autocast: torchvision decodes boxes in the dtype of a head, and in bfloat16 there are four
+    pixels from 512 to the next number."""
+    if isinstance(output, Tensor):
+        return output.to(torch.promote_types(output.dtype, torch.float32))
+    if isinstance(output, dict):
+        return {key: at_least_float32(head, given, value) for key, value in output.items()}
+    return type(output)(at_least_float32(head, given, value) for value in output)
+
+
 def create_detector(
     name: str,
     num_classes: int,
@@ -364,6 +374,9 @@ def create_detector(
                 "mask_predictor": MaskRCNNPredictor(channels, channels, num_classes),
             }
         model = (MaskRCNN if name == "mask_rcnn" else FasterRCNN)(pyramid, None, **options)
+    heads = (model.rpn.head, model.roi_heads.box_predictor) if two_stages else (model.head,)
+    for head in heads:
+        head.register_forward_hook(at_least_float32)
     model.transform = Batched(min_size, max_size, mean, std, size_divisible, num_classes)
     model.report = pyramid.report
     return model

@@ -238,7 +238,7 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         ("fcos", {"out_indices": ()}, "must be stages one after the other"),
         ("fcos", {"backbone": {"name": "resnet18", "output_stride": 16}, "encoding": None}, r"strides \[8, 16, 16\]"),
         ("fcos", {"backbone": {**SWIN, "in_chans": 4}}, "in_chans=4 of .*: images have 3 channels"),
-        ("fcos", {"backbone": VIT, "encoding": "none", "window_size": 0}, "window_size=0 must hold whole numbers"),
+        ("fcos", {"backbone": VIT, "encoding": "none", "window_size": 0}, r"window_size=\(0, 0\) must hold whole"),
         ("retinanet", {"out_channels": -32}, "out_channels=-32 must hold whole numbers of at least 1"),
         ("fcos", {"min_size": 0}, "min_size=0 must hold whole numbers"),
         ("fcos", {"min_size": ()}, r"min_size=\(\) must be a size"),
@@ -283,6 +283,16 @@ def test_regions_are_pooled_at_the_strides_of_the_pyramid(name: str) -> None:
     for pool in heads:
         for shape in [(40, 64), (64, 64)]:
             assert_close(pool(maps, [torch.tensor([[8.0, 4, 40, 28]])], [shape]).mean(), torch.tensor(24.0))
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_boxes_and_scores_are_not_rounded_to_bfloat16(name: str) -> None:
+    model = detector(name, score_threshold=0.0).eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = model([IMAGES[0]])
+    assert found["boxes"].dtype == found["scores"].dtype == torch.float32
+    assert not torch.equal(found["boxes"], found["boxes"].bfloat16().float())
+    assert not torch.equal(found["scores"], found["scores"].bfloat16().float())
 
 
 def test_groups_of_parameters_as_timm_wants_them() -> None:

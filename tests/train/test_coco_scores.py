@@ -366,6 +366,13 @@ def test_a_wrong_truth_is_named(change: dict[str, Any], message: str) -> None:
         ([1, 2, 3, 4, 5, 6], "must be RLE"),
         ({"size": [80, 160], "counts": "abc"}, r"has a mask of 80x160, its image is 160x160"),
         ({"size": [160, 160], "counts": [5, 6]}, "has runs of 11 pixels, the image has 25600"),
+        ({"size": [160, 160], "counts": "56"}, "has runs of 11 pixels, the image has 25600"),
+        ({"size": [160, 160], "counts": b"56"}, "has runs of 11 pixels, the image has 25600"),
+        ({"size": [160, 160], "counts": [25700, -100]}, "has runs of 25600 pixels"),
+        (
+            {"size": [160, 160], "counts": "no runs"},
+            r"results\[0\] \(image 1\): counts = 'no runs': are no run lengths",
+        ),
     ],
 )
 def test_wrong_masks_are_named(segmentation: Any, message: str) -> None:

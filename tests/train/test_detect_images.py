@@ -1,6 +1,7 @@
 """python -m train.detect_images: what is found in files, whole or in tiles, as COCO json and pictures."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,6 +204,17 @@ def test_what_cannot_be_read_is_named_and_the_others_are_done(
     assert main(["run", files[0], "--output", str(tmp_path / "none")]) == 1
     assert "error: no image could be read, so nothing is written" in capsys.readouterr().err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.png", "empty", "good.png", "out"]
+
+
+def test_a_name_that_is_no_text_can_be_told(
+    model: ByColour, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = painted(tmp_path / os.fsdecode(b"\xff\n.png"), (60, 60), (RED, (5, 5, 40, 40)))
+    assert main(["run", str(path), "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/\ufffd\ufffd.png: 1 rose\n"
+    about = json.loads((tmp_path / "out" / "images.json").read_text())
+    assert about["images"][0]["file_name"] == str(path)
+    assert (tmp_path / "out" / f"{path.stem}.png").is_file()
 
 
 def test_nothing_is_written_over(model: ByColour, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

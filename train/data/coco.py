@@ -13,7 +13,17 @@ import numpy as np
 from PIL import Image
 from pydantic import Field
 
-from train.data.boxes import BACK, Boxed, BoxedImages, DetectionData, Id, Objects, is_as_stored, size_in_header
+from train.data.boxes import (
+    BACK,
+    Boxed,
+    BoxedImages,
+    DetectionData,
+    Id,
+    Objects,
+    is_as_stored,
+    open_as_annotated,
+    size_in_header,
+)
 from train.data.images import listed
 from train.data.masks import Size, area_of, box_of, is_number, packed
 from train.data.stream import DamagedExample, too_many
@@ -24,6 +34,7 @@ MOST = 0.95  # of the boxes of a file: who mixes up formats may have a few wrong
 NOISE = 1e-3  # pixels: x + width is rarely exact
 CROWDS = "crowds, which are no targets"
 EMPTY = "images without objects"
+DAMAGED = "images that are not there, damaged, or of another size than annotated"
 AS_STORED = "images whose EXIF orientation is not applied, as their boxes belong to the pixels as stored"
 
 
@@ -35,12 +46,12 @@ class Coco(DetectionData):
     `area` (that of the mask, or of the box), `info`, the ids of all annotations, `bbox` where there is a segmentation, height
     and width of an image (read from its file). Crowds are not trained on, and are kept for scoring.
 
-    Boxes of no area and boxes outside their image are left out, boxes that reach out of it are cut; both are counted. Refused,
-    with the ids of image and annotation: what is no number, or not finite; ids that are there twice, or nowhere; boxes mostly
-    outside (see `mostly_outside`); a file whose boxes fit their images only as two corners, or are shares of the image;
-    segmentations that do not fit the image. Images that are not there, are none, or are of another size than annotated are
-    damaged examples. A photograph is turned upright by its EXIF orientation, unless height and width in the json are those of
-    the pixels as stored.
+    Boxes of no area, boxes outside their image and, with `masks`, segmentations without a pixel are left out, boxes that reach
+    out of their image are cut; all are counted. Refused, with the ids of image and annotation: what is no number, or not
+    finite; ids that are there twice, or nowhere; boxes mostly outside (see `mostly_outside`); a file whose boxes fit their
+    images only as two corners, or are shares of the image; segmentations that do not fit the image. Images that are not there,
+    are none, or are of another size than annotated are damaged examples; a file must have others. A photograph is turned
+    upright by its EXIF orientation, unless height and width in the json are those of the pixels as stored.
     """
 
     name: Literal["coco"]
@@ -111,7 +122,7 @@ class CocoFile:
         data: how to read it.
 
     Raises:
-        ValueError: something in it is wrong; up to ten problems, with the ids of image and annotation.
+        ValueError: something in it is wrong; up to ten problems, with the ids of image and annotation. Or no image can be read.
         TooManyDamaged: of the images, more than allowed are not there, no images, or of another size than annotated.
     """
 
@@ -202,7 +213,7 @@ class CocoFile:
         for number, entry in enumerate(entries):
             id = whole_id(entry.get("id"))
             if id is None:
-                given = reprlib.repr(entry["id"]) if "id" in entry else "there is none"
+                given = reprlib.repr(entry["id"]) if "id" in entry else "missing"
                 self.problems.append(f"{what}[{number}]: id = {given} must be a whole number or a text")
             else:
                 ids.append(id)
@@ -224,7 +235,7 @@ class CocoFile:
         return (width, height) if turn in BACK else (height, width)
 
     def check_files(self) -> None:
-        """Opens every image, without decoding it."""
+        """Opens every image, without decoding it unless its size is not that of its annotations."""
         damaged = []
         num_as_stored = 0
         for image in self.images:
@@ -233,12 +244,18 @@ class CocoFile:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     with Image.open(path) as opened:
-                        num_as_stored += is_as_stored(*size_in_header(opened), size)
+                        header = size_in_header(opened)
+                    try:
+                        num_as_stored += is_as_stored(*header, size)
+                    except ValueError:  # the orientation of a PNG may stand behind its pixels
+                        open_as_annotated(path, size, self.data.background)
             except Exception as error:  # there is hardly a type that no decoder raises for damaged data
                 damaged.append(DamagedExample(path, error))
         if len(damaged) > self.data.max_damaged:
             raise too_many(damaged, self.data.max_damaged)
-        self.left_out[AS_STORED] = num_as_stored
+        if damaged and len(damaged) == len(self.images):
+            raise ValueError(f"{self.file}: none of its {len(damaged)} images can be read (the last: {damaged[-1]})")
+        self.left_out |= {AS_STORED: num_as_stored, DAMAGED: len(damaged)}
 
     def read_annotations(self, entries: list[dict[str, Any]]) -> None:
         image_of = {image["id"]: index for index, image in enumerate(self.images)}
@@ -327,9 +344,12 @@ class CocoFile:
                 f"{far.sum()} of {len(far)} boxes reach far out of their images as x, y, width, height, and {fit.sum()} fit as x1, "
                 f"y1, x2, y2: COCO's bbox is x, y, width, height",
             )
-        if ((self.xywh >= 0) & (self.xywh <= 1)).all() and (self.xywh % 1 > 0).any():
+        small = ((self.xywh >= -FAR) & (self.xywh <= 1 + FAR)).all(axis=1)  # shares that are rounded reach out too
+        if small.mean() >= MOST and (self.xywh[small] % 1 > 0).any():
             self.refuse_format(
-                0, "all numbers of all boxes lie in 0..1, as if they were shares of the image: COCO's bbox is in pixels"
+                int(small.argmax()),
+                f"{small.sum()} of {len(small)} boxes have no number beyond 0..1, as if these were shares of the image: COCO's "
+                f"bbox is in pixels",
             )
 
     def refuse_format(self, number: int, text: str) -> None:
@@ -347,7 +367,7 @@ class CocoFile:
         self.corners = cut.astype(np.float32)
         reach = np.maximum(-whole, whole - sizes).max(axis=1, initial=0)
         area_left = (cut[:, 2:] - cut[:, :2]).prod(axis=1)
-        no_mask = np.array([self.data.masks and mask is None for mask in self.masks], dtype=bool)
+        no_mask = np.array([self.data.masks and not (mask and area_of(mask)) for mask in self.masks], dtype=bool)
         flat = (self.xywh[:, 2:] <= 0).any(axis=1)
         outside = ~flat & (cut[:, 2:] <= cut[:, :2]).any(axis=1)
         # in float32 a box of a billionth of a pixel has no area
@@ -359,7 +379,7 @@ class CocoFile:
             self.refuse_boxes(np.flatnonzero(mostly_outside).tolist())
         kept = ~(no_mask | flat | outside | mostly_outside)
         for reason, numbers in {
-            "segmentations of fewer than three points": no_mask,
+            "segmentations without a pixel": no_mask,
             "boxes of no area": flat & ~no_mask,
             "boxes outside their image": outside & ~no_mask,
             "boxes mostly outside their image": mostly_outside,
@@ -478,7 +498,7 @@ def whole_id(value: object) -> Id | None:
 
 def other_kind(id: Id | None, ids: Container[Id]) -> str:
     """A hint where a number is written as a text, or the other way round."""
-    if isinstance(id, str) and id.removeprefix("-").isdecimal() and int(id) in ids:
+    if isinstance(id, str) and len(id) < 20 and id.removeprefix("-").isdecimal() and int(id) in ids:
         return f", only the number {int(id)}"
     return f", only the text {str(id)!r}" if isinstance(id, int) and str(id) in ids else ""
 

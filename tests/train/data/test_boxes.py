@@ -75,10 +75,28 @@ def test_boxes_for_the_pixels_as_stored_leave_them_so(tmp_path: Path, orientatio
     assert [(count, "EXIF" in reason) for reason, count in data.left_out.items()] == [(1, True)]
 
 
+def test_k1_the_orientation_of_a_png_may_stand_behind_its_pixels(tmp_path: Path) -> None:
+    options = turned_folder(tmp_path, 6, "png", upright=True)
+    path = tmp_path / "train2017" / "1.png"
+    head, _, rest = path.read_bytes().partition(b"\x89PNG\r\n\x1a\n")[2].partition(b"IDAT")
+    assert b"eXIf" in head
+    start = head.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(head[start : start + 4], "big")
+    pixels, last = (b"IDAT" + rest)[:-12], rest[-12:]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + head[:start] + head[end:] + pixels + head[start:end] + last)
+    with Image.open(path) as opened:
+        assert "exif" not in opened.info
+    data = options.load(seed=0)
+    assert data.left_out == {}
+    assert data.train[0][0].shape == (3, 32, 20)
+    assert brightness(*data.train[0])[0] == pytest.approx(255, abs=3)
+
+
 @pytest.mark.parametrize("kind", ["jpg", "tif"])
 def test_a_photograph_of_neither_size_is_damaged(tmp_path: Path, kind: str) -> None:
     turned_folder(tmp_path, 6, kind, upright=True)
-    write_split(tmp_path, "train", content([{"id": 1, "file_name": f"1.{kind}", "height": 31, "width": 20}], []))
+    entry = {"id": 1, "file_name": f"1.{kind}", "height": 31, "width": 20}
+    write_split(tmp_path, "train", content([entry, image(2)], []))
     with pytest.warns(UserWarning, match="no training object"):
         data = coco(tmp_path).load(seed=0)
     sizes = "20 pixels wide and 32 high .32 and 20 as stored., its annotations say 20 and 31"

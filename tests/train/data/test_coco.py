@@ -123,7 +123,7 @@ FAULTS = [
     (broken(kind={"id": 1.5}), r"categories\[0\]: id = 1.5 must be"),
     (broken(kind={"id": None}), r"categories\[0\]: id = None must be"),
     (broken(kind={"id": [1]}), r"categories\[0\]: id = \[1\] must be"),
-    (broken(categories=[{"name": "cat"}]), r"categories\[0\]: id = there is none must be"),
+    (broken(categories=[{"name": "cat"}]), r"categories\[0\]: id = missing must be"),
     (broken(kind={"id": 2}), r"categories: id 2 is there 2 times"),
     (broken(kind={"id": "1"}), r"categories: ids must be all numbers or all texts, and there are 2 and '1'"),
     (broken(kind={"name": "dog"}), r"categories 1, 2 have the same name 'dog'"),
@@ -146,6 +146,10 @@ FAULTS = [
     (broken(annotation={"id": False}), r"annotations\[0\]: id = False must be"),
     (broken(annotation={"image_id": 8}), r"annotation 1 of image 8: image_id = 8 is none of the 2 in the file$"),
     (broken(annotation={"image_id": "7"}), r"annotation 1 of image '7': image_id = '7' is none .*, only the number 7$"),
+    (
+        broken(annotation={"image_id": "7" * 5000}),
+        r"annotation 1 of image '777.*7': image_id = '777.*7' is none .* file$",
+    ),
     (broken(annotation={"image_id": None}), r"annotation 1 of image None: image_id = None is none"),
     (broken(annotation={"image_id": True}), r"annotation 1 of image True: image_id = True is none"),
     (broken(annotation={"category_id": 0}), r"annotation 1 of image 7: category_id = 0 is none of the 2 in the file$"),
@@ -302,8 +306,15 @@ def test_corners_in_place_of_width_and_height(tmp_path: Path) -> None:
 
 def test_shares_in_place_of_pixels(tmp_path: Path) -> None:
     given = content([image(1)], [box(9, 1, [0.5, 0.5, 0.25, 1.0]), box(10, 1, [0, 0, 1, 1])])
-    with pytest.raises(ValueError, match=r"all boxes lie in 0..1, as if they were shares.*annotation 9 of image 1"):
+    with pytest.raises(
+        ValueError, match=r"2 of 2 boxes have no number beyond 0..1, as if .* shares.*annotation 9 of image 1"
+    ):
         load(tmp_path, given)
+    rounded = content([image(1)], [box(id, 1, [0.1, 0.2, 0.5, 0.25]) for id in range(30)])
+    rounded["annotations"][3]["bbox"] = [0, 0.5, 1.0025, 0.5]
+    rounded["annotations"][7]["bbox"] = [0, 5, 20, 10]
+    with pytest.raises(ValueError, match=r"29 of 30 boxes have no number beyond 0..1.*annotation 0 of image 1"):
+        load(tmp_path, rounded)
     pixels = content([image(1)], [box(10, 1, [0, 0, 1, 1])])
     assert load(tmp_path, pixels).train[0][1]["boxes"].tolist() == [[0, 0, 1, 1]]
 
@@ -369,7 +380,7 @@ def test_damaged_files_are_told_when_they_are_read_up_to_a_limit(tmp_path: Path)
     (tmp_path / "train2017" / "1.png").write_text("no image")
     Image.new("RGB", (59, 40)).save(tmp_path / "train2017" / "2.png")
     data = coco(tmp_path, max_damaged=3).load(seed=0)
-    assert data.left_out == {}
+    assert data.left_out == {"training: images that are not there, damaged, or of another size than annotated": 3}
     for index, reason in enumerate(
         ("No such file", "cannot identify", "59 pixels wide and 40 high, its annotations say 60")
     ):
@@ -381,6 +392,9 @@ def test_damaged_files_are_told_when_they_are_read_up_to_a_limit(tmp_path: Path)
     ):
         coco(tmp_path, max_damaged=2).load(seed=0)
     assert len(coco(tmp_path, max_damaged=2, check_files=False).load(seed=0).train) == 4
+    (tmp_path / "train2017" / "3.png").unlink()
+    with pytest.raises(ValueError, match=r"train2017.json: none of its 4 images can be read .*3.png: .*No such file"):
+        coco(tmp_path).load(seed=0)
 
 
 POLYGON = [10.0, 5.0, 30.0, 5.0, 30.0, 25.0, 10.0, 25.0]
@@ -436,11 +450,12 @@ def test_segmentations_that_are_none(tmp_path: Path, segmentation: Any, message:
         masks_of(tmp_path, segmentation)
 
 
-def test_polygons_of_two_points_are_none(tmp_path: Path) -> None:
-    data = masks_of(
-        tmp_path, [POLYGON, [1, 1, 9, 9]], [[10, 5, 30, 25]], [[]]
-    )  # pycocotools takes four numbers for a box
-    assert data.left_out["training: segmentations of fewer than three points"] == 2
+def test_polygons_of_two_points_or_on_a_line_or_outside_are_none(tmp_path: Path) -> None:
+    two_points = [[10, 5, 30, 25]]  # pycocotools takes four numbers for a box
+    line, outside = [[10, 5, 30, 5, 20, 5]], [[70, 50, 80, 50, 80, 60]]
+    blank = {"size": [40, 60], "counts": [2000, 0, 400]}
+    data = masks_of(tmp_path, [POLYGON, [1, 1, 9, 9]], two_points, [[]], line, outside, blank)
+    assert data.left_out["training: segmentations without a pixel"] == 5
     assert data.train[0][1]["masks"].sum() == 400
     assert [a["id"] for a in data.truth["annotations"]] == [1]
 
