@@ -348,7 +348,7 @@ class CocoFile:
         if small.mean() >= MOST and (self.xywh[small] % 1 > 0).any():
             self.refuse_format(
                 int(small.argmax()),
-                f"{small.sum()} of {len(small)} boxes have no number beyond 0..1, as if these were shares of the image: COCO's "
+                f"{small.sum()} of {len(self.ids)} boxes have no number beyond 0..1, as if these were shares of the image: COCO's "
                 f"bbox is in pixels",
             )
 
