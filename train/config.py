@@ -286,14 +286,14 @@ class Trainer(Node):
     `batch_size` counts the whole batch of a step: all processes, all of the `accumulate` parts whose gradients are summed. With
     `batch_seconds` a batch holds recordings of about equal length that last so long together, with their padding (as they were
     recorded: at a lower speed they last longer), and `batch_size` of them at most. In detection a batch has images of about the
-    same height / width, of which there are `aspect_groups` an octave (3 unless given; 0: any).
-    `trainable: positions` trains the encodings alone; `frozen_stages` keeps the stem and so many stages (Swin) or blocks (ViT) as
-    they are, all of a ViT's with its last norm. `ema_decay` keeps an average of the weights (timm's, with its warm-up), which is
-    then what is evaluated. A step whose loss or gradient is not finite is left out and counted; after more than
-    `max_skipped_steps` of them in a row the run stops. `num_threads` of the CPU work on one operation; left open, torch takes all
-    cores, which small models on a busy machine pay for by a factor of ten. `parallel` is for several processes: copies of the
-    model (ddp) or one that is shared out (fsdp2); on one process both are the plain model. `allow_changes` continues a run with
-    a config that differs from the one it was started with.
+    same height / width, before they are augmented, of which there are `aspect_groups` an octave (3 unless given; 0: any).
+    `trainable: positions` trains the encodings alone; `frozen_stages` keeps the stem and so many stages (Swin) or blocks (ViT; of a
+    detector: stages, which end with a global block) as they are, all of a ViT's with its last norm. `ema_decay` keeps an average of
+    the weights (timm's, with its warm-up), which is then what is evaluated. A step whose loss or gradient is not finite is left out
+    and counted; after more than `max_skipped_steps` of them in a row the run stops. `num_threads` of the CPU work on one operation;
+    left open, torch takes all cores, which small models on a busy machine pay for by a factor of ten. `parallel` is for several
+    processes: copies of the model (ddp) or one that is shared out (fsdp2); on one process both are the plain model. `allow_changes`
+    continues a run with a config that differs from the one it was started with.
     """
 
     max_steps: PositiveInt

@@ -421,7 +421,9 @@ def create_pyramid(
     if family is not VitFamily and (absolute is not None or global_blocks is not None):
         option = "absolute" if absolute is not None else "global_blocks"
         raise ValueError(f"create_detector: {option} is for a plain ViT, backbone is {who}")
-    if family is None and (window_size is not None or encoding not in (None, "none", {"name": "none"})):
+    members = encoding if isinstance(encoding, list | tuple) else [encoding]
+    has_encoding = any(member not in (None, "none", {"name": "none"}) for member in members)
+    if family is None and (window_size is not None or has_encoding):
         raise ValueError(
             f"create_detector: {who} has no attention that is known here; allowed: encoding='none', no window_size"
         )

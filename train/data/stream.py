@@ -166,8 +166,8 @@ class EpochDraws(Draws):
 class AspectDraws(EpochDraws):
     """Batches of equally many images of about the same height / width, so that little of a batch is padding.
 
-    In each epoch every image is drawn once, and the batches come in a new order. The last batch of a group is filled up with images
-    of that group that have been drawn before.
+    In each epoch every image is drawn once, and the batches come in a new order. What is left over of each group makes batches with
+    what is left over of its neighbours, the last of which is filled up with images that come a second time.
 
     Args:
         aspect_ratios: height / width of each image.
@@ -201,11 +201,16 @@ class AspectDraws(EpochDraws):
     def batches(self, epoch: int) -> list[list[int]]:
         rng = np.random.default_rng((self.seed, epoch))
         order = rng.permutation(self.num_examples)
-        batches: list[list[int]] = []
+        whole, left = [], []
         for group in np.unique(self.groups):
             members = order[self.groups[order] == group]
-            members = np.resize(members, -(-len(members) // self.batch_size) * self.batch_size)
-            batches += members.reshape(-1, self.batch_size).tolist()
+            num_whole = len(members) // self.batch_size * self.batch_size
+            whole.append(members[:num_whole])
+            left.append(members[num_whole:])
+        rest = np.concatenate(left)
+        last = rest[len(rest) // self.batch_size * self.batch_size :]
+        again = order[~np.isin(order, last)][: -len(rest) % self.batch_size]
+        batches = np.concatenate((*whole, rest, again)).reshape(-1, self.batch_size).tolist()
         return [batches[number] for number in rng.permutation(len(batches))]
 
 
