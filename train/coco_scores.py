@@ -178,7 +178,7 @@ def read_case(
             thing["bbox"] = read_box(item.get("bbox"), where)
             box_area = thing["bbox"][2] * thing["bbox"][3]
         if masks is not None:
-            thing["segmentation"] = to_rle(masks, item.get("segmentation"), image_of[item["image_id"]], where)
+            thing["segmentation"] = rle_of(masks, item.get("segmentation"), image_of[item["image_id"]], where)
             mask_area = float(masks.area(thing["segmentation"]))
         return {"bbox": [0.0, 0.0, 0.0, 0.0]} | thing, box_area, mask_area
 
@@ -270,7 +270,7 @@ def read_box(box: Any, where: str) -> list[float]:
     return numbers
 
 
-def to_rle(masks: Any, segmentation: Any, image: Mapping[str, Any], where: str) -> dict[str, Any]:
+def rle_of(masks: Any, segmentation: Any, image: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Polygons, or RLE of either kind, as compressed RLE of the image's size.
 
     Raises:
