@@ -226,7 +226,7 @@ def test_an_image_size_for_any_kind_of_data(
         ("optimizer.lr=1", "evaluation does not depend on it"),
         (
             "imagesize=28",
-            "did you mean image_size? Allowed: data, encoding, decoding and their keys, trainer.batch_size",
+            "did you mean image_size? Allowed: data, encoding, decoding, scoring and their keys, trainer.batch_size",
         ),
         ("trainer.max_steps=3", "evaluation does not depend on it"),
         ("encoding=cpb", "encoding = cpb: the model was trained with table, and stays so"),

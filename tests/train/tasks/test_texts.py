@@ -112,7 +112,7 @@ def test_m10_every_config_of_text_builds_small_and_every_parameter_gets_a_gradie
 def test_every_encoding_trains_in_every_model_of_text(encoding: str, data: dict[str, list[str]]) -> None:
     for task in USES:
         example = {"text_classification": "text/news", "language_modeling": "text/verses"}.get(task, "text/headlines")
-        options = [*data[task], f"model={{name: {TASKS[task].model}, {TINY}}}", f"encoding={encoding}"]
+        options = [*data[task], f"model={{name: {TASKS[task].models[0]}, {TINY}}}", f"encoding={encoding}"]
         check_gradients(create_task(load_config(example, options)))
 
 
