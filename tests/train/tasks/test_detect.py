@@ -19,6 +19,7 @@ from train.__main__ import main
 from train.config import load_config
 from train.evaluate import main as evaluate
 from train.restore import restore
+from train.run_folder import records_text
 from train.tasks.detect import Detect, to_results
 
 
@@ -63,23 +64,41 @@ def test_a_run_fills_its_folder(run: Path) -> None:
             assert min(image.size) > 100
 
 
-def test_scores_are_those_of_pycocotools_by_hand(run: Path) -> None:
+def by_hand(folder: Path, limits: list[int]) -> list[float]:
+    """AP, AP50 and the average recall that pycocotools finds in what lies in a folder."""
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    metrics = read(run, "metrics.json")
-    assert len(read(run, "detections.json")) > 5 * 20  # more than are counted
     with contextlib.redirect_stdout(io.StringIO()):
-        truth = COCO(str(run / "annotations.json"))
-        evaluation = COCOeval(truth, truth.loadRes(str(run / "detections.json")), "bbox")
-        evaluation.params.maxDets = [1, 5, 20]
+        truth = COCO(str(folder / "annotations.json"))
+        evaluation = COCOeval(truth, truth.loadRes(str(folder / "detections.json")), "bbox")
+        evaluation.params.maxDets = limits
         evaluation.evaluate()
         evaluation.accumulate()
-    precision = evaluation.eval["precision"]
-    assert metrics["AP"] == pytest.approx(precision[:, :, :, 0, -1].mean(), abs=1e-12)
-    assert metrics["AP50"] == pytest.approx(precision[0, :, :, 0, -1].mean(), abs=1e-12)
-    assert metrics["AR_20"] == pytest.approx(evaluation.eval["recall"][:, :, 0, -1].mean(), abs=1e-12)
-    assert metrics["AP"] > 0
+    precision, recall = evaluation.eval["precision"][:, :, :, 0, -1], evaluation.eval["recall"][:, :, 0, -1]
+    return [precision.mean(), precision[0].mean(), recall.mean()]
+
+
+def test_scores_are_those_of_pycocotools_by_hand(run: Path) -> None:
+    metrics = read(run, "metrics.json")
+    assert len(read(run, "detections.json")) > 5 * 20  # more than are counted
+    found = [metrics[key] for key in ("AP", "AP50", "AR_20")]
+    assert found == pytest.approx(by_hand(run, [1, 5, 20]), abs=1e-12)
+
+
+def test_scores_of_what_is_partly_right_are_those_of_pycocotools(data: Path, tmp_path: Path) -> None:
+    task = Detect(load_config("detect/digits", command(data, Path("unused"))[1:]))
+    records = truth_as_results(task.data.truth)
+    for number, record in enumerate(records):  # further and further off, every third of the other class
+        x, y, w, h = record["bbox"]
+        record |= {"bbox": [x + number, y, w, h], "score": 0.3 + 0.07 * (number % 5)}
+        record["category_id"] = 20 - record["category_id"] if number % 3 == 2 else record["category_id"]
+    (tmp_path / "annotations.json").write_text(task.files["annotations.json"])
+    (tmp_path / "detections.json").write_text(records_text("detections.json", records))
+    metrics = task.metrics(records, list(task.data.test.image_ids))
+    found = [metrics[key] for key in ("AP", "AP50", "AR_100")]
+    assert found == pytest.approx(by_hand(tmp_path, [1, 10, 100]), abs=1e-12)
+    assert 0 < metrics["AP"] < metrics["AP50"] < 1
 
 
 def test_perfect_detections_score_one_and_none_zero(data: Path) -> None:
