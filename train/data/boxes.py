@@ -14,7 +14,7 @@ from PIL import ExifTags, Image
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
 from torch.utils.data import Dataset
 
-from train.data.images import IMAGENET_MEAN, IMAGENET_STD, UPRIGHT, Colour, Data, Probability, to_rgb
+from train.data.images import IMAGENET_MEAN, IMAGENET_STD, UPRIGHT, Colour, Data, Probability, ascending, colour, to_rgb
 from train.data.masks import Size, pixels_of
 from train.data.stream import DamagedExample
 
@@ -94,9 +94,7 @@ class DetectionData(Data):
     @field_validator("background")
     @classmethod
     def background_is_a_colour(cls, value: Colour) -> Colour:
-        if not all(0 <= channel <= 255 for channel in value):
-            raise ValueError(f"{list(value)}: red, green and blue must lie in 0..255")
-        return value
+        return colour(value)
 
 
 @dataclass(frozen=True)
@@ -241,9 +239,3 @@ def exif_orientation(image: Image.Image) -> int:
     except Exception:  # EXIF that cannot be read turns nothing
         return 1
     return orientation if orientation in UPRIGHT else 1
-
-
-def ascending(value: tuple[Any, Any]) -> tuple[Any, Any]:
-    if value[0] > value[1]:
-        raise ValueError(f"{list(value)}: the first number must not be greater than the second")
-    return value

@@ -10,11 +10,11 @@ import numpy as np
 from PIL import Image, ImageDraw
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from train.data.boxes import Boxed, DetectionData, ascending
+from train.data.boxes import Boxed, DetectionData
 from train.data.coco import load_boxed
 from train.data.digits import NUM_CLASSES, Glyphs, read_digits, split_digits
 from train.data.fetch import cached_folder
-from train.data.images import Probability
+from train.data.images import Probability, ascending
 from train.data.masks import box_around, run_lengths
 
 VERSION = 1  # of what is drawn: raise it with any change of a pixel

@@ -56,6 +56,18 @@ Probability = Annotated[float, Field(ge=0, le=1)]
 Names = Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(without_repeats)]
 
 
+def ascending(value: tuple[Any, Any]) -> tuple[Any, Any]:
+    if value[0] > value[1]:
+        raise ValueError(f"{list(value)}: the first number must not be greater than the second")
+    return value
+
+
+def colour(value: Colour) -> Colour:
+    if not all(0 <= channel <= 255 for channel in value):
+        raise ValueError(f"{list(value)}: red, green and blue must lie in 0..255")
+    return value
+
+
 @dataclass(frozen=True)
 class Images:
     """What a classifier is trained and tested on. `max_damaged` examples may turn out to be unreadable."""
@@ -113,16 +125,12 @@ class ImageData(Data):
     @field_validator("crop_scale", "crop_ratio")
     @classmethod
     def range_ascends(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if value[0] > value[1]:
-            raise ValueError(f"{list(value)}: the first number must not be greater than the second")
-        return value
+        return ascending(value)
 
     @field_validator("background")
     @classmethod
     def background_is_a_colour(cls, value: Colour) -> Colour:
-        if not all(0 <= channel <= 255 for channel in value):
-            raise ValueError(f"{list(value)}: red, green and blue must lie in 0..255")
-        return value
+        return colour(value)
 
     @field_validator("auto_augment")
     @classmethod

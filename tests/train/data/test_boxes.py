@@ -11,8 +11,10 @@ from PIL import Image
 from torch.utils.data import DataLoader
 
 from tests.train.data.coco_folder import PLAIN, box, coco, content, image, load, write_split
+from train.config import load_config
 from train.data.images import UPRIGHT
 from train.data.stream import CountedDraws, DamagedExample, Drawn, TrainingBatches, evaluation_batches
+from train.schema import ConfigError
 
 QUARTERS = {
     2: 255,
@@ -235,3 +237,8 @@ def test_a_data_set_goes_to_workers_that_are_started_anew(tmp_path: Path) -> Non
     torch.manual_seed(0)
     assert torch.equal(again[1][1]["boxes"], expected)
     assert len(list(DataLoader(again, batch_size=2, collate_fn=again.collate))) == 1
+
+
+def test_a_background_is_a_colour() -> None:
+    with pytest.raises(ConfigError, match=r"data.background: \[0, 0, 256\]: red, green and blue must lie in 0..255"):
+        load_config("detect/digits", ["data.background=[0,0,256]"])
