@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torchvision.ops.feature_pyramid_network import FeaturePyramidNetwork
 
 from relpos2d import list_encodings
+from relpos2d.backbones.swin import hidden_padding
 from relpos2d.models.pyramid import split_padding
 from tests.models.detectors import SWIN, SWINV2, VIT, detector
 from tests.tolerances import assert_close
@@ -145,3 +146,18 @@ def test_the_last_channel_says_where_images_are() -> None:
     assert where.sum() == 6
     assert split_padding(torch.ones(1, 4, 2, 3))[1] is None
     assert split_padding(torch.ones(1, 3, 2, 3))[1] is None
+
+
+@pytest.mark.parametrize("backbone", ["swin", "swinv2"])
+def test_g3_whatever_padding_holds_an_odd_grid_is_merged_as_if_alone(backbone: str) -> None:
+    """9x13 tokens: alone timm pads them with zeros to be merged, in a batch their neighbours are padding of NaN."""
+    body = detector("retinanet", BACKBONES[backbone], "table", out_indices=(0, 1)).double().eval().backbone.pyramid.body
+    image = torch.randn(1, 3, 36, 52, dtype=torch.float64)
+    beside = F.pad(image, (0, 28, 0, 20), value=float("nan"))
+    valid = F.pad(torch.ones(1, 36, 52, dtype=torch.bool), (0, 28, 0, 20))
+    with torch.no_grad():
+        alone = body(image)
+        with hidden_padding(body, valid):
+            found = body(beside)
+    for expected, larger in zip(alone, found, strict=True):
+        assert_close(larger[:, : expected.shape[1], : expected.shape[2]], expected)

@@ -73,9 +73,7 @@ def test_the_truth_is_coco_json_of_the_test_split_with_its_defaults(tmp_path: Pa
         ([2.0, -1, 10], (-1, 2, 10)),
     ],
 )
-def test_h3_h4_ids_become_labels_from_1_in_their_order(
-    tmp_path: Path, ids: list[Any], expected: tuple[Any, ...]
-) -> None:
+def test_h3_ids_become_labels_from_1_in_their_order(tmp_path: Path, ids: list[Any], expected: tuple[Any, ...]) -> None:
     names = [{"id": id, "name": f"name {id}"} for id in ids]
     given = content([image(id) for id in ids], [box(id, id, [0, 0, 5, 5], id) for id in ids], names)
     data = load(tmp_path, given, given)
@@ -89,6 +87,17 @@ def test_h3_h4_ids_become_labels_from_1_in_their_order(
     found = [a["id"] for a in data.truth["annotations"]]
     usable = all(isinstance(id, int) and id > 0 for id in ids)  # pycocotools takes an id of 0 for no match
     assert found == (ids if usable else [1, 2, 3])
+
+
+def test_h4_80_categories_with_ids_up_to_90_have_80_labels(tmp_path: Path) -> None:
+    ids = [id for id in range(1, 91) if id not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)]  # COCO's own
+    names = [{"id": id, "name": f"name {id}"} for id in reversed(ids)]
+    given = content([image(1)], [box(id, 1, [0, 0, 5, 5], id) for id in ids], names)
+    data = load(tmp_path, given, given)
+    assert data.category_ids == tuple(ids)
+    assert data.train[0][1]["labels"].tolist() == list(range(1, 81))
+    assert data.classes[79] == "name 90"
+    assert [a["category_id"] for a in data.truth["annotations"]] == ids
 
 
 def test_annotations_without_ids_are_numbered(tmp_path: Path) -> None:
